@@ -1,0 +1,12 @@
+"""Variable-length attention metadata that compiles, never syncs, and survives CUDA graph replay."""
+
+from .attention import varlen_attention as varlen_attention
+from .metadata import VarlenMetadata as VarlenMetadata
+from .packing import pack as pack
+from .packing import unpack as unpack
+from .prepare import prepare_varlen as prepare_varlen
+from .selection import backends as backends
+from .selection import use_backend as use_backend
+
+__all__ = ["VarlenMetadata", "backends", "pack", "prepare_varlen", "unpack", "use_backend", "varlen_attention"]
+__version__ = "0.1.0"

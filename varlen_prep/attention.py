@@ -1,0 +1,180 @@
+"""`varlen_attention`: padded or packed rows in, the same out, through any backend.
+
+B rows, S padded length, T packed rows, H heads, H_kv key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import op, selection
+from .backends import Request
+from .metadata import VarlenMetadata
+from .packing import pack, unpack, zero_gradient_rows, zero_rows
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: VarlenMetadata,
+    *,
+    backend: str | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0,  # not 0.0: a float default is traced as a tensor input and read by .item()
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each sequence of a ragged batch.
+
+    Query i of a sequence with lengths (lq, lk) sees key j of the same sequence; with `causal`, only
+    `j <= i + lk - lq` (bottom-right aligned, as in flash-attn).
+
+    Args:
+        q: `(B, S_q, H, D)` padded, or `(T_q, H, D)` packed rows in the order of `pack`.
+        k: `(B, S_kv, H_kv, D)` or `(T_k, H_kv, D)`; H must be a multiple of H_kv.
+        v: as k, with head size D_v.
+        meta: from `prepare_varlen` or a `VarlenMetadata.from_*` constructor, on the same device.
+        backend: name of the kernel (see `backends()`); None: the scope's (`use_backend`), else chosen automatically.
+        causal: bottom-right aligned per sequence.
+        window_size: (left, right) neighbours that a query sees besides its own place; -1 is no bound.
+        softmax_scale: None: `D ** -0.5`.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0 is off.
+        deterministic: ask for a deterministic backward.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        Output like q with head size D_v. Rows that take no part (masked queries, rows past the last offset, queries
+        without keys) are exactly 0 and so are their gradients. With `return_lse`, also float32 natural-log
+        log-sum-exp, `(B, H, S_q)` padded or `(H, T_q)` packed, -inf where no key is seen, without gradient.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the metadata, `causal` or a window with a key mask but no
+            `mask_q`, or something the backend cannot do (all reasons are listed).
+        TypeError: q, k, v of different dtypes.
+
+    Example:
+        >>> import torch
+        >>> from varlen_prep import prepare_varlen, varlen_attention
+        >>> q = k = torch.zeros(1, 3, 1, 8)
+        >>> v = torch.arange(3.0).view(1, 3, 1, 1).expand(1, 3, 1, 8)
+        >>> meta = prepare_varlen(1, 3, 3, torch.tensor([[True, False, True]]))
+        >>> varlen_attention(q, k, v, meta)[0, :, 0, 0].tolist()
+        [1.0, 1.0, 1.0]
+    """
+    _check_tensors(q, k, v, meta)
+    window_size = (int(window_size[0]), int(window_size[1]))
+    if (causal or window_size != (-1, -1)) and _queries_unstated(meta):
+        raise ValueError(
+            "causal=True or window_size= with a key mask aligns queries to keys: say which queries take part. "
+            "Pass mask_q to prepare_varlen (mask_q=mask for self-attention; all True for left-padded keys, chunked "
+            "prefill or decoding)."
+        )
+    request = Request(
+        device=q.device,
+        dtype=q.dtype,
+        heads=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        lse=return_lse,
+        equal_lengths=meta.cu_seqlens_q is meta.cu_seqlens_k,
+    )
+    chosen = selection.select(backend, request)
+    if request.backward:
+        meta = _trainable(meta)
+    padded = q.ndim == 4
+    rows = _to_rows(meta, "q", chosen.finite_padding, q) + _to_rows(meta, "k", chosen.finite_padding, k, v)
+    out, lse = op.operator(chosen)(
+        *rows,
+        meta.cu_seqlens_q,
+        meta.cu_seqlens_k,
+        meta.max_seqlen_q,
+        meta.max_seqlen_k,
+        causal,
+        *window_size,
+        softmax_scale,
+        softcap,
+        deterministic,
+    )
+    out = _from_rows(out, meta, padded, 0.0)
+    if not return_lse:
+        return out
+    lse = _from_rows(lse.detach().T, meta, padded, -torch.inf)
+    return out, lse.transpose(-1, -2)
+
+
+def _to_rows(meta: VarlenMetadata, side: str, finite: bool, *tensors: Tensor) -> list[Tensor]:
+    """Tensors of one side as the rows that the kernel reads, with everything it needs of rows that take no part."""
+    if tensors[0].ndim == 4:
+        tensors = tuple(pack(x, meta, side) for x in tensors)  # type: ignore[arg-type]
+        if meta.side(side).order is not None:
+            return list(tensors)
+    drop = meta.dropped_rows(side, tensors[0].shape[0])
+    if drop is None or (meta.layout == "in_place" and not finite):
+        return list(tensors)  # gaps are sequences: the kernel itself writes their zeros
+    clean = zero_rows if finite else zero_gradient_rows
+    return [clean(x, drop) for x in tensors]
+
+
+def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Tensor:
+    """Rows that a kernel wrote, (T, ...), in the caller's shape, `fill` where a row takes no part."""
+    if padded and (meta.order_q is not None or meta.layout != "in_place"):
+        return unpack(x, meta, "q", fill=fill)
+    if padded:
+        return x.unflatten(0, meta.padded_shape("q"))
+    drop = meta.dropped_rows("q", x.shape[0]) if meta.layout != "in_place" else None
+    return x if drop is None else x.masked_fill(drop.view(-1, *[1] * (x.ndim - 1)), fill)
+
+
+def _queries_unstated(meta: VarlenMetadata) -> bool:
+    """A key mask came without a query mask."""
+    return meta.batch is not None and meta.total_k is None and meta.total_q is not None
+
+
+def _trainable(meta: VarlenMetadata) -> VarlenMetadata:
+    """Metadata made under `inference_mode` cannot be saved for backward: copy its tensors."""
+    if torch.compiler.is_compiling() or not meta.cu_seqlens_q.is_inference():
+        return meta
+    return pytree.tree_map_only(Tensor, torch.clone, meta)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them.")
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            "q, k, v: expected all padded (batch, seq, heads, head_dim) or all packed (rows, heads, head_dim), got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+        )
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            "q, k, v: expected k and v of the same rows and heads, and q and k of the same head_dim, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+        )
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+        raise ValueError(f"q: expected a multiple of the {k.shape[-2]} key heads, got {q.shape[-2]} heads.")
+    if meta.cu_seqlens_q.device != q.device or k.device != q.device or v.device != q.device:
+        raise ValueError(
+            f"q, k, v, meta: expected one device, got {q.device}, {k.device}, {v.device} and {meta.cu_seqlens_q.device}; "
+            "prepare with device=q.device or call meta.to(q.device)."
+        )
+    for name, x, total in (("q", q, meta.total_q), ("k", k, meta.total_k)):
+        if x.ndim == 4 or meta.batch is not None:
+            batch, seq = meta.padded_shape(name)
+            expected = (batch, seq) if x.ndim == 4 else (batch * seq,)
+            if x.shape[:-2] != expected:
+                raise ValueError(
+                    f"{name}: the metadata describes {expected} rows, got {tuple(x.shape[:-2])} of {tuple(x.shape)}."
+                )
+        elif total is not None and x.shape[0] < total:
+            raise ValueError(f"{name}: the metadata describes {total} rows, got {x.shape[0]}.")

@@ -1,0 +1,17 @@
+"""The kernels: one small module per family, and the registry of their capability records.
+
+A kernel's package is imported when its backend is first used, never before.
+"""
+
+from __future__ import annotations
+
+from ._record import Arguments as Arguments
+from ._record import Backend as Backend
+from ._record import Request as Request
+from .native import NATIVE
+from .reference import REFERENCE
+
+REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, REFERENCE)}
+
+AUTOMATIC: tuple[str, ...] = ("native",)
+"""The order in which `backend=None` tries them."""

@@ -1,0 +1,255 @@
+"""`VarlenMetadata`: everything a varlen kernel must know about a ragged batch, made once per forward.
+
+B rows, S padded length, N sequences, T packed rows.  Made by `prepare_varlen` (shapes and masks) or by the `from_*`
+constructors (lengths, document ids, position ids, ready offsets); read by `varlen_attention`, `pack` and `unpack`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import dense
+from .constructors import Constructors
+from .offsets import Side
+
+Layout = Literal["uniform", "packed", "in_place"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class VarlenMetadata(Constructors):
+    """Sequence offsets of queries and keys, and how rows are laid out.
+
+    A pytree: tensors and ints are leaves, so it passes through `torch.compile`, `torch.export`, checkpointing, pickle
+    and deepcopy. Tensors may be rewritten in place between replays of a CUDA graph (`copy_`); host values may not
+    change, since a capture has baked them in.
+    """
+
+    cu_seqlens_q: Tensor
+    """Device, int32 (N + 1,). Starts at 0, never decreases, may repeat (empty sequence), may end before the last row."""
+    cu_seqlens_k: Tensor
+    """Device, int32 (N + 1,), as `cu_seqlens_q`, for keys and values."""
+    max_seqlen_q: int
+    """Host int. No query sequence is longer."""
+    max_seqlen_k: int
+    """Host int. No key sequence is longer."""
+    exact_q: bool
+    """Host. True: `max_seqlen_q` is the longest length; False: an upper bound."""
+    exact_k: bool
+    """Host. True: `max_seqlen_k` is the longest length; False: an upper bound."""
+    total_q: int | None = None
+    """Host int: query rows that take part, where that is known without reading the device; else None."""
+    total_k: int | None = None
+    """Host int: key rows that take part, where that is known without reading the device; else None."""
+    order_q: Tensor | None = None
+    """Device, int64 (B * seq_q,): padded row held by each packed row, valid rows first. None: no query row moves."""
+    order_k: Tensor | None = None
+    """Device, int64 (B * seq_kv,), as `order_q`, for keys and values."""
+    inverse_q: Tensor | None = None
+    """Device, int64 (B * seq_q,): packed row of each padded row, the inverse of `order_q`; None with it."""
+    inverse_k: Tensor | None = None
+    """Device, int64 (B * seq_kv,): the inverse of `order_k`; None with it."""
+    batch: int | None = None
+    """Host int B of the padded shape, or None for packed input."""
+    seq_q: int | None = None
+    """Host int: padded query length, or None for packed input."""
+    seq_kv: int | None = None
+    """Host int: padded key length, or None for packed input."""
+    layout: Layout = "packed"
+    """Host. "uniform": no mask; "packed": valid rows come first; "in_place": no row moves, gaps are sequences."""
+
+    @classmethod
+    def from_sides(cls, q: Side, k: Side, *, shape: tuple[int, int, int] | None, layout: Layout) -> VarlenMetadata:
+        """Joins the offsets of both sides; `shape` is (batch, seq_q, seq_kv) or None for packed input."""
+        if q.cu_seqlens.shape[0] != k.cu_seqlens.shape[0]:
+            raise ValueError(
+                f"queries and keys: expected the same number of sequences, got {q.cu_seqlens.shape[0] - 1} and "
+                f"{k.cu_seqlens.shape[0] - 1}; give an empty sequence where one side has none."
+            )
+        batch, seq_q, seq_kv = shape if shape is not None else (None, None, None)
+        return cls(
+            cu_seqlens_q=q.cu_seqlens,
+            cu_seqlens_k=k.cu_seqlens,
+            max_seqlen_q=q.max_seqlen,
+            max_seqlen_k=k.max_seqlen,
+            exact_q=q.exact,
+            exact_k=k.exact,
+            total_q=q.total,
+            total_k=k.total,
+            order_q=q.order,
+            order_k=k.order,
+            inverse_q=q.inverse,
+            inverse_k=k.inverse,
+            batch=batch,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            layout=layout,
+        )
+
+    def side(self, name: str) -> Side:
+        """The fields of one side, "q" or "k"."""
+        if name == "q":
+            return Side(self.cu_seqlens_q, self.max_seqlen_q, self.exact_q, self.total_q, self.order_q, self.inverse_q)
+        if name == "k":
+            return Side(self.cu_seqlens_k, self.max_seqlen_k, self.exact_k, self.total_k, self.order_k, self.inverse_k)
+        raise ValueError(f"side: expected 'q' or 'k', got {name!r}.")
+
+    def padded_shape(self, side: str) -> tuple[int, int]:
+        """(batch, seq) of one side; a `ValueError` for metadata of packed rows, which has none."""
+        seq = self.seq_q if side == "q" else self.seq_kv
+        if self.batch is None or seq is None:
+            raise ValueError("this metadata describes packed rows (T, ...), which have no padded shape.")
+        return self.batch, seq
+
+    def dropped_rows(self, side: str, rows: int | None = None) -> Tensor | None:
+        """Which rows take no part, in the order in which a kernel sees them.
+
+        Args:
+            side: "q" or "k".
+            rows: number of rows in the buffer; None: that of the padded shape.
+
+        Returns:
+            bool (rows,) on the device, or None where every row is known to take part.
+        """
+        one = self.side(side)
+        if rows is None:
+            batch, seq = self.padded_shape(side)
+            rows = batch * seq
+        if rows == 0 or (one.total is not None and one.total == rows):
+            return None
+        index = torch.arange(rows, device=one.cu_seqlens.device)
+        if self.layout != "in_place":
+            return index >= one.cu_seqlens[-1]
+        # The valid run is the middle one of the sequences of each padded row.
+        begin = one.cu_seqlens[:-1].view(self.batch, -1)
+        end = one.cu_seqlens[1:].view(self.batch, -1)
+        middle, index = begin.shape[1] // 2, index.view(self.batch, -1)
+        return ((index < begin[:, middle, None]) | (index >= end[:, middle, None])).flatten()
+
+    def materialize(self, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+        """The dense attention pattern, for tests and pictures: True where a query sees a key.
+
+        Returns:
+            bool `(batch, seq_q, seq_kv)` in the padded order, or `(T_q, T_k)` for packed rows, on the device. Reads
+            the device for packed rows whose number is not known.
+        """
+        q, k = self._coordinates("q"), self._coordinates("k")
+        lengths = self.cu_seqlens_q.diff(), self.cu_seqlens_k.diff()
+        return dense.allowed(q, k, lengths, causal, window_size)
+
+    def _coordinates(self, side: str) -> dense.Coordinates:
+        """Sequence and position of each row, `(batch, seq)` or `(T,)`."""
+        one = self.side(side)
+        if self.batch is None:
+            rows = one.total if one.total is not None else int(one.cu_seqlens[-1])
+            return dense.coordinates(one.cu_seqlens, torch.arange(rows, device=one.cu_seqlens.device))
+        batch, seq = self.padded_shape(side)
+        rows = one.inverse if one.inverse is not None else torch.arange(batch * seq, device=one.cu_seqlens.device)
+        return dense.coordinates(one.cu_seqlens, rows.view(batch, seq))
+
+    def copy_(self, other: VarlenMetadata) -> VarlenMetadata:
+        """Rewrites the tensors of this metadata with those of `other`, keeping their addresses, for a captured graph.
+
+        Host values stay, because the capture has baked them in: they must hold for `other` too.
+
+        Args:
+            other: metadata of the same layout and padded shape, with at most as many sequences, on any device.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: `other` has more sequences, a longer maximum, or a host value that this object cannot take on.
+        """
+        if (self.layout, self.batch, self.seq_q, self.seq_kv) != (other.layout, other.batch, other.seq_q, other.seq_kv):
+            raise ValueError(
+                f"other: expected layout and padded shape {(self.layout, self.batch, self.seq_q, self.seq_kv)}, got "
+                f"{(other.layout, other.batch, other.seq_q, other.seq_kv)}; capture once for each."
+            )
+        pairs = [(self.side(name), other.side(name), name) for name in ("q", "k")]
+        for mine, theirs, name in pairs:
+            _check_copy(mine, theirs, name)
+        for mine, theirs, _ in pairs:
+            spare = mine.cu_seqlens.shape[0] - theirs.cu_seqlens.shape[0]
+            last = theirs.cu_seqlens[-1:].expand(spare)
+            mine.cu_seqlens.copy_(torch.cat([theirs.cu_seqlens, last]), non_blocking=True)
+            for target, source in ((mine.order, theirs.order), (mine.inverse, theirs.inverse)):
+                if target is not None and source is not None:
+                    target.copy_(source, non_blocking=True)
+        return self
+
+    def to(self, device: torch.device | str) -> VarlenMetadata:
+        """The same metadata with its tensors on `device`; host values stay."""
+        leaves, context = _flatten(self)
+        return _unflatten([x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves], context)
+
+    def flash_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of `flash_attn_varlen_func`: `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, `max_seqlen_k`."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {name: getattr(self, name) for name in names}
+
+    def transformers_kwargs(self) -> dict[str, Any]:
+        """The same under the names of transformers models: `cu_seq_lens_q`, ..., `max_length_q`, `max_length_k`."""
+        return {
+            "cu_seq_lens_q": self.cu_seqlens_q,
+            "cu_seq_lens_k": self.cu_seqlens_k,
+            "max_length_q": self.max_seqlen_q,
+            "max_length_k": self.max_seqlen_k,
+        }
+
+
+def _check_copy(mine: Side, theirs: Side, name: str) -> None:
+    have, need = mine.cu_seqlens.shape[0] - 1, theirs.cu_seqlens.shape[0] - 1
+    if need > have:
+        raise ValueError(f"other: expected at most {have} sequences (the capacity), got {need} for {name!r}; raise it.")
+    if theirs.max_seqlen > mine.max_seqlen:
+        raise ValueError(
+            f"other: max_seqlen_{name} is {theirs.max_seqlen}, more than the {mine.max_seqlen} of this metadata; "
+            "prepare it with a larger bound."
+        )
+    if mine.exact and mine.max_seqlen != theirs.max_seqlen:
+        raise ValueError(
+            f"other: max_seqlen_{name} of this metadata is the exact {mine.max_seqlen}, which would no longer hold; "
+            f"prepare it with a bound (max_seqlen_{name}=...)."
+        )
+    if mine.total is not None and mine.total != theirs.total:
+        raise ValueError(
+            f"other: all {mine.total} rows of {name!r} are known to take part here, which would no longer hold; "
+            "prepare this metadata with capacity= or a mask."
+        )
+    if (mine.order is None) != (theirs.order is None):
+        raise ValueError(
+            f"other: only one of the two moves rows of {name!r}; prepare both from the same kind of input."
+        )
+
+
+_CONTEXT = ("exact_q", "exact_k", "layout")
+_LEAVES = tuple(f.name for f in dataclasses.fields(VarlenMetadata) if f.name not in _CONTEXT)
+
+
+def _flatten(meta: VarlenMetadata) -> tuple[list[Any], tuple[Any, ...]]:
+    present = tuple(name for name in _LEAVES if getattr(meta, name) is not None)
+    return [getattr(meta, name) for name in present], (present, *(getattr(meta, name) for name in _CONTEXT))
+
+
+def _flatten_with_keys(meta: VarlenMetadata) -> tuple[list[Any], tuple[Any, ...]]:
+    leaves, context = _flatten(meta)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: tuple[Any, ...]) -> VarlenMetadata:
+    present, *rest = context
+    return VarlenMetadata(**dict(zip(present, leaves, strict=True)), **dict(zip(_CONTEXT, rest, strict=True)))
+
+
+pytree.register_pytree_node(
+    VarlenMetadata,
+    _flatten,
+    _unflatten,
+    serialized_type_name="varlen_prep.VarlenMetadata",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

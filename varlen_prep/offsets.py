@@ -1,0 +1,124 @@
+"""Offsets of one side from uniform shapes, masks, lengths and document starts: tensors in, tensors out.
+
+B rows, S padded length, R = B * S rows, N sequences.  Every function here is free of syncs and of data-dependent
+shapes.  Offsets are always written into a zero buffer: a pad after a cumulative sum is miscompiled by Inductor on
+CUDA (torch 2.11), and a cumulative sum of a constant does not compile at all when the constant is symbolic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._checks import check_int32_offsets, require
+from .packing import permutation
+
+
+class Side(NamedTuple):
+    """What a kernel must know of the queries, or of the keys and values. Fields are those of `VarlenMetadata`."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    exact: bool
+    total: int | None = None
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+
+
+def uniform(name: str, batch: int, seq: int, device: torch.device | None) -> Side:
+    """`batch` sequences of `seq` rows each: nothing but the offsets is allocated."""
+    check_int32_offsets(name, batch * seq)
+    # Not arange(0, n, step), which raises for a length of 0.
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq
+    return Side(cu_seqlens, seq, True, batch * seq)
+
+
+def from_counts(counts: Tensor) -> Tensor:
+    """int32 (N + 1,) offsets from an inclusive cumulative sum, ints (N,)."""
+    cu_seqlens = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+    cu_seqlens[1:] = counts
+    return cu_seqlens
+
+
+def with_capacity(cu_seqlens: Tensor, capacity: int) -> Tensor:
+    """Offsets of `capacity` sequences: the last offset is repeated, so the added sequences are empty."""
+    filler = cu_seqlens[-1:].expand(capacity + 1 - cu_seqlens.shape[0])
+    return torch.cat([cu_seqlens, filler])
+
+
+def packed(name: str, mask: Tensor) -> Side:
+    """A `(B, S)` key or query mask as packed rows; one cumulative sum gives the offsets and the permutation.
+
+    The maximum is the bound S; the caller may replace it.
+    """
+    batch, seq = mask.shape
+    check_int32_offsets(name, batch * seq)
+    valid = mask.flatten()
+    rank = valid.cumsum(0)
+    order, inverse = permutation(valid, rank)
+    counts = rank.view(batch, seq)[:, -1] if batch * seq > 0 else rank.new_zeros(batch)
+    return Side(from_counts(counts), seq, False, None, order, inverse)
+
+
+def in_place(batch: int, seq_q: int, seq_k: int, mask_q: Tensor | None, mask_k: Tensor | None) -> tuple[Side, Side]:
+    """Offsets that leave every row where it is: each padded row becomes a few sequences.
+
+    A masked side is cut into leading gap, valid run and trailing gap, and the other side is empty opposite a gap:
+
+        mask on k        q: |      run      |          mask on both   q: | gap |     |  run  | gap |     |
+                         k: | gap | run | gap |                       k: |     | gap |  run  |     | gap |
+
+    No gap spans two rows, so none is longer than the padded length, which is the maximum: kernels write nothing for
+    rows of a sequence past the maximum that they are given.
+    """
+    check_int32_offsets("batch * seq_q", batch * seq_q)
+    check_int32_offsets("batch * seq_kv", batch * seq_k)
+    # One column per sequence of a row: where it begins, counted from the row's own beginning.
+    if mask_q is not None and mask_k is not None:
+        (zero, start_q, end_q), (_, start_k, end_k) = _run("mask_q", mask_q), _run("mask", mask_k)
+        q = [zero, start_q, start_q, end_q, zero + seq_q]
+        k = [zero, zero, start_k, end_k, end_k]
+    elif mask_k is not None:
+        zero, start, end = _run("mask", mask_k)
+        q, k = [zero, zero, zero + seq_q], [zero, start, end]
+    elif mask_q is not None:
+        zero, start, end = _run("mask_q", mask_q)
+        q, k = [zero, start, end], [zero, zero, zero + seq_k]
+    else:
+        raise ValueError("in_place: expected a mask on at least one side.")
+    cu_q, cu_k = _row_offsets(q, seq_q), _row_offsets(k, seq_k)
+    return (
+        Side(cu_q, seq_q, False, batch * seq_q if mask_q is None else None),
+        Side(cu_k, seq_k, False, batch * seq_k if mask_k is None else None),
+    )
+
+
+def _row_offsets(columns: list[Tensor], seq: int) -> Tensor:
+    """int32 (B * columns + 1,) offsets from where each sequence begins in its row, columns (B,)."""
+    batch = columns[0].shape[0]
+    cu_seqlens = torch.zeros(batch * len(columns) + 1, dtype=torch.int32, device=columns[0].device)
+    first = torch.arange(batch, device=columns[0].device) * seq
+    cu_seqlens[:-1] = (torch.stack(columns, 1) + first[:, None]).flatten()
+    cu_seqlens[-1:] = batch * seq
+    return cu_seqlens
+
+
+def _run(name: str, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero, first row and end of the one valid run of each row of a `(B, S)` mask: int64 (B,); empty run: [0, 0)."""
+    batch, seq = mask.shape
+    zero = torch.zeros(batch, dtype=torch.int64, device=mask.device)
+    if batch * seq == 0:
+        return zero, zero, zero
+    index = torch.arange(seq, device=mask.device)
+    count = mask.sum(1)
+    start = torch.where(mask, index, seq).amin(1)
+    start = torch.where(count > 0, start, 0)
+    end = torch.where(mask, index + 1, 0).amax(1)
+    require(
+        (end - start == count).all(),
+        f"{name}: layout='in_place' needs one contiguous run of True per row, got a mask with a hole; "
+        "use layout='packed'.",
+    )
+    return zero, start, end

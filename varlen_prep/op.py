@@ -1,0 +1,152 @@
+"""One operator schema for every kernel: definition, fake, autograd, FLOP formula and vmap refusal.
+
+T packed rows, H heads, D head size, N sequences.  A backend brings two plain functions; this module makes of them
+`varlen_prep::<op>` and `varlen_prep::<op>_backward`, which trace, differentiate and can be named in the save list of
+selective activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ._checks import INT32_MAX
+from .backends import REGISTRY, Arguments, Backend
+
+NAMESPACE = "varlen_prep"
+_ARGUMENTS = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, "
+    "int window_size_left, int window_size_right, float? softmax_scale=None, float softcap=0.0, "
+    "bool deterministic=False"
+)
+
+
+def define(backend: Backend) -> None:
+    """Registers the operators of one backend; called once for each, at import."""
+    name = f"{NAMESPACE}::{backend.op}"
+    schemas = {
+        name: f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)",
+        f"{name}_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    }
+    kernels = (functools.partial(_forward, backend), functools.partial(_backward, backend))
+    fakes = (_fake_forward, _fake_backward)
+    flops = (functools.partial(_flops, 2), functools.partial(_backward_flops, 5))
+    for (op, schema), kernel, fake, flop in zip(schemas.items(), kernels, fakes, flops, strict=True):
+        torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(op, "CompositeExplicitAutograd", kernel)
+        torch.library.register_fake(op, fake)
+        torch.library.register_vmap(op, functools.partial(_refuse_vmap, op))
+        register_flop_formula(_packet(op), get_raw=True)(flop)
+    torch.library.register_autograd(name, functools.partial(_autograd, backend), setup_context=_setup_context)
+
+
+def operator(backend: Backend) -> Any:
+    """The operator of a backend, `torch.ops.varlen_prep.<op>.default`."""
+    return _packet(f"{NAMESPACE}::{backend.op}").default
+
+
+def _packet(name: str) -> Any:
+    return getattr(torch.ops.varlen_prep, name.split("::")[1])
+
+
+def _arguments(q: Tensor, rest: tuple[Any, ...]) -> Arguments:
+    """Fills in what the caller left out: the schema's defaults, and the scale."""
+    rest = rest + (None, 0.0, False)[len(rest) - 7 :]
+    args = Arguments(*rest)
+    return args if args.softmax_scale is not None else args._replace(softmax_scale=q.shape[-1] ** -0.5)
+
+
+def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    args = _arguments(q, rest)
+    _check_rows(q, k, args)
+    if _nothing_attends(q, k, args):
+        out, lse = _fake_forward(q, k, v)
+        return out.zero_(), lse.fill_(-torch.inf)
+    out, lse = backend.forward(q, k, v, args)
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(
+    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    args = _arguments(q, rest)
+    if backend.backward is None:
+        raise NotImplementedError(f"backend {backend.name!r} is forward-only: choose another one for training.")
+    if _nothing_attends(q, k, args):
+        return tuple(grad.zero_() for grad in _fake_backward(dout, q, k, v))
+    return tuple(grad.contiguous() for grad in backend.backward(dout, q, k, v, out, lse, args))
+
+
+def _nothing_attends(q: Tensor, k: Tensor, args: Arguments) -> bool:
+    return q.numel() == 0 or k.numel() == 0 or args.max_seqlen_q == 0 or args.max_seqlen_k == 0
+
+
+def _check_rows(q: Tensor, k: Tensor, args: Arguments) -> None:
+    """On CPU the last offset is free to read; on a GPU the constructors check it where the rows are known."""
+    for name, rows, cu_seqlens in (("q", q.shape[0], args.cu_seqlens_q), ("k", k.shape[0], args.cu_seqlens_k)):
+        if cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens_{name}: expected int32, got {cu_seqlens.dtype}.")
+        if cu_seqlens.device.type == "cpu" and (last := int(cu_seqlens[-1])) > rows:
+            raise ValueError(f"cu_seqlens_{name}: the last offset is {last}, but {name} has only {rows} rows.")
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))
+
+
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, except for float64 input: its gradients would lose half of their digits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(backend: Backend, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dlse is not None:
+        raise NotImplementedError("the log-sum-exp has no gradient: use lse.detach().")
+    if dout is None:
+        return (None,) * (5 + len(ctx.options))
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    op = _packet(f"{NAMESPACE}::{backend.op}_backward")
+    grads = op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+    return (*grads, *[None] * (2 + len(ctx.options)))
+
+
+def _refuse_vmap(op: str, *_: Any) -> Any:
+    raise NotImplementedError(f"{op} does not support vmap: give the sequences as one packed batch instead.")
+
+
+def _flops(matmuls: int, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *rest: Any, **_: Any) -> int:
+    """2 multiply-adds per matrix product over the pairs of each sequence; causal and window are not discounted."""
+    pairs = _pairs(cu_seqlens_q, cu_seqlens_k, rest[0], rest[1])
+    return 2 * pairs * q.shape[1] * (q.shape[2] * (matmuls - matmuls // 2) + v.shape[2] * (matmuls // 2))
+
+
+def _backward_flops(matmuls: int, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **_: Any) -> int:
+    """Five products: the scores again, dV and dP over D_v, dQ and dK over D."""
+    return _flops(matmuls, q, k, v, *rest)
+
+
+def _pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """Query-key pairs of all sequences; without values (fake or meta tensors) the bound from the maxima."""
+    if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
+        return min((cu_seqlens_q.shape[0] - 1) * max_seqlen_q * max_seqlen_k, INT32_MAX**2)
+    return int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
+
+
+for _backend in REGISTRY.values():
+    define(_backend)

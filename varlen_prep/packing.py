@@ -1,0 +1,155 @@
+"""Moves padded rows to the front and back: the permutation, `pack` and `unpack`.
+
+B rows, S padded length, R = B * S.  A permutation of all R rows is used instead of a list of the valid ones: its size
+is known without reading the device, and the gradient of a gather by `order` is a gather by `inverse`, which needs no
+atomics and is deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .metadata import VarlenMetadata
+
+
+def permutation(valid: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+    """The stable permutation that puts valid rows first.
+
+    Args:
+        valid: bool (R,), True for rows that take part.
+        rank: int64 (R,), inclusive cumulative sum of `valid`.
+
+    Returns:
+        `(order, inverse)`, int64 (R,) each: packed row r is padded row `order[r]`, padded row i is packed row
+        `inverse[i]`.
+    """
+    index = torch.arange(rank.shape[0], device=rank.device)
+    if rank.shape[0] == 0:
+        return index, index
+    inverse = torch.where(valid, rank - 1, rank[-1] + index - rank)
+    return torch.empty_like(inverse).scatter_(0, inverse, index), inverse
+
+
+class _Gather(torch.autograd.Function):
+    """`out[i] = x[index[i]]`, `fill` where `drop[i]`; the gradient goes back by the inverse permutation."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, drop: Tensor, back: Tensor, drop_back: Tensor, fill: float) -> Tensor:
+        return x.index_select(0, index).masked_fill_(_rows(drop, x), fill)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:5])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        index, drop, back, drop_back = ctx.saved_tensors
+        return _Gather.apply(grad, back, drop_back, index, drop, 0.0), None, None, None, None, None
+
+
+class _ZeroGradientRows(torch.autograd.Function):
+    """The identity, with gradients of dropped rows set to 0: no copy in the forward pass."""
+
+    @staticmethod
+    def forward(x: Tensor, drop: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return zero_rows(grad, ctx.saved_tensors[0]), None
+
+
+def _rows(drop: Tensor, x: Tensor) -> Tensor:
+    """A row mask shaped to broadcast over the trailing dimensions of x."""
+    return drop.view(-1, *([1] * (x.ndim - 1)))
+
+
+def zero_rows(x: Tensor, drop: Tensor) -> Tensor:
+    """x with dropped rows (bool, one per row) set to 0, whatever they held, in values and in gradients."""
+    return x.masked_fill(_rows(drop, x), 0)
+
+
+def zero_gradient_rows(x: Tensor, drop: Tensor) -> Tensor:
+    """x unchanged; the gradients of dropped rows (bool, one per row) are exactly 0."""
+    return _ZeroGradientRows.apply(x, drop) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
+    """Gathers padded rows into the order that the offsets describe.
+
+    Args:
+        x: `(batch, seq, ...)`, any dtype, on the metadata's device.
+        meta: metadata whose `side` was prepared from these rows.
+        side: "q" for queries, "k" for keys and values.
+
+    Returns:
+        `(batch * seq, ...)`: the rows that take part first, in their order; rows past `cu_seqlens[-1]` are exactly 0.
+        Where no row moves (no mask on this side, `layout="in_place"`) it is x reshaped.  Differentiable and
+        deterministic: the gradient is the gather by the inverse permutation, 0 for rows that take no part.
+
+    Raises:
+        ValueError: the metadata has no padded shape, or x has another one.
+
+    Example:
+        >>> import torch
+        >>> from varlen_prep import pack, prepare_varlen, unpack
+        >>> mask = torch.tensor([[False, True, True], [True, False, True]])
+        >>> meta = prepare_varlen(2, 3, 3, mask)
+        >>> x = torch.arange(6).view(2, 3, 1)
+        >>> pack(x, meta, "k").flatten().tolist()
+        [1, 2, 3, 5, 0, 0]
+        >>> unpack(pack(x, meta, "k"), meta, "k").flatten().tolist()
+        [0, 1, 2, 3, 0, 5]
+    """
+    batch, seq = meta.padded_shape(side)
+    if x.ndim < 2 or x.shape[0] != batch or x.shape[1] != seq:
+        raise ValueError(f"x: expected ({batch}, {seq}, ...) for side {side!r}, got {tuple(x.shape)}.")
+    rows = x.flatten(0, 1)
+    one = meta.side(side)
+    if one.order is None:
+        return rows
+    return _Gather.apply(rows, one.order, _past_end(one.order, one), one.inverse, _dropped(one), 0.0)
+
+
+def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: float = 0.0) -> Tensor:
+    """The inverse of `pack`: packed rows back to `(batch, seq, ...)`, with `fill` where a row takes no part.
+
+    Args:
+        x: `(batch * seq, ...)` rows in the order of `pack`.
+        meta: the metadata that packed them.
+        side: "q" for queries, "k" for keys and values.
+        fill: value of the rows that take no part; their gradient is 0 whatever it is.
+
+    Returns:
+        `(batch, seq, ...)`.
+
+    Raises:
+        ValueError: the metadata has no padded shape, or x has another number of rows.
+    """
+    batch, seq = meta.padded_shape(side)
+    if x.ndim < 1 or x.shape[0] != batch * seq:
+        raise ValueError(f"x: expected ({batch * seq}, ...) rows for side {side!r}, got {tuple(x.shape)}.")
+    one = meta.side(side)
+    if one.order is not None:
+        x = _Gather.apply(x, one.inverse, _dropped(one), one.order, _past_end(one.order, one), fill)
+    elif (drop := meta.dropped_rows(side)) is not None:
+        x = x.masked_fill(_rows(drop, x), fill)
+    return x.unflatten(0, (batch, seq))
+
+
+def _past_end(rows: Tensor, side: Any) -> Tensor:
+    """bool, one per packed row: True past the last offset."""
+    return torch.arange(rows.shape[0], device=rows.device) >= side.cu_seqlens[-1]
+
+
+def _dropped(side: Any) -> Tensor:
+    """bool, one per padded row: True where it takes no part."""
+    return side.inverse >= side.cu_seqlens[-1]

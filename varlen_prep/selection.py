@@ -1,0 +1,93 @@
+"""Which backend runs a call: by name, by scope, or automatically; and what can run here and why not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .backends import AUTOMATIC, REGISTRY, Backend, Request
+
+# Read through getattr, which torch.compile guards on; a contextvar cannot be traced, a class default goes unguarded.
+_scope = threading.local()
+
+
+class BackendState(NamedTuple):
+    """One row of `backends()`."""
+
+    name: str
+    usable: bool
+    reasons: tuple[str, ...]
+    """Every reason why it cannot run on this machine; empty when usable."""
+    install: str | None
+    """The pip line that installs its package; None: nothing to install."""
+    summary: str
+
+
+def backends() -> list[BackendState]:
+    """Every backend of the library, usable here or not, with all reasons why not.
+
+    Example:
+        >>> from varlen_prep import backends
+        >>> [state.name for state in backends() if state.usable][:2]
+        ['native', 'reference']
+    """
+    rows = []
+    for backend in REGISTRY.values():
+        reasons = tuple(backend.missing())
+        rows.append(BackendState(backend.name, not reasons, reasons, backend.install, backend.summary))
+    return rows
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within this scope, on this thread, `varlen_attention` without `backend=` uses the named backend.
+
+    Scopes nest; an explicit `backend=` wins. A compiled function is compiled once for each choice.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> from varlen_prep import use_backend
+        >>> with use_backend("reference"):
+        ...     pass
+    """
+    find(name)
+    before = getattr(_scope, "name", None)
+    _scope.name = name
+    try:
+        yield
+    finally:
+        _scope.name = before
+
+
+def find(name: str) -> Backend:
+    """The backend of that name, or an error that lists the known ones."""
+    if name not in REGISTRY:
+        raise ValueError(f"backend: expected one of {', '.join(REGISTRY)}, got {name!r}.")
+    return REGISTRY[name]
+
+
+def select(name: str | None, request: Request) -> Backend:
+    """The backend for a call. A named one (argument or scope) runs or raises; it is never replaced.
+
+    Without a name the first of `AUTOMATIC` that can run the call is taken.
+    """
+    name = name if name is not None else getattr(_scope, "name", None)
+    if name is not None:
+        backend = find(name)
+        if reasons := backend.reasons(request):
+            raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. {_alternatives(request)}")
+        return backend
+    for candidate in AUTOMATIC:
+        if not REGISTRY[candidate].reasons(request):
+            return REGISTRY[candidate]
+    reasons = [f"{candidate}: {'; '.join(REGISTRY[candidate].reasons(request))}" for candidate in AUTOMATIC]
+    raise ValueError(f"no backend can run this call. {' | '.join(reasons)}. {_alternatives(request)}")
+
+
+def _alternatives(request: Request) -> str:
+    able = [backend.name for backend in REGISTRY.values() if not backend.reasons(request)]
+    return f"Backends that can: {', '.join(able) or 'none'}."
