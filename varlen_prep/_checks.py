@@ -30,12 +30,10 @@ def require(condition: Tensor, message: str) -> None:
 def check_size(name: str, value: Any) -> None:
     """A size or a maximum is a host int (a SymInt while tracing), never a tensor, and not negative."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        hint = (
-            f"pass int({name}) (reads the device once) or a bound known on the host"
-            if isinstance(value, Tensor)
-            else "pass an int"
+        raise TypeError(
+            f"{name}: expected a host int, got {type(value).__name__}; give a bound that is known on the host, "
+            "or read the tensor once with int(...)."
         )
-        raise TypeError(f"{name}: expected a host int, got {type(value).__name__}; {hint}.")
     if value < 0:
         raise ValueError(f"{name}: expected an int >= 0, got {value}.")
 
@@ -44,7 +42,8 @@ def check_int32_offsets(name: str, rows: int) -> None:
     """Offsets are int32: refuse a row count that they cannot hold."""
     if rows > INT32_MAX:
         raise ValueError(
-            f"{name}: offsets are int32 and hold at most {INT32_MAX} rows, got {rows}; split the batch into smaller calls."
+            f"{name}: offsets are int32 and hold at most {INT32_MAX} rows, got {rows}; split the batch into several "
+            "calls."
         )
 
 

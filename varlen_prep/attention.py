@@ -165,7 +165,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Non
         raise ValueError(f"q: expected a multiple of the {k.shape[-2]} key heads, got {q.shape[-2]} heads.")
     if meta.cu_seqlens_q.device != q.device or k.device != q.device or v.device != q.device:
         raise ValueError(
-            f"q, k, v, meta: expected one device, got {q.device}, {k.device}, {v.device} and {meta.cu_seqlens_q.device}; "
+            f"q, k, v, meta: expected one device, got {q.device}, {k.device}, {v.device}, {meta.cu_seqlens_q.device}; "
             "prepare with device=q.device or call meta.to(q.device)."
         )
     for name, x, total in (("q", q, meta.total_q), ("k", k, meta.total_k)):

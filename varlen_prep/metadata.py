@@ -7,6 +7,7 @@ constructors (lengths, document ids, position ids, ready offsets); read by `varl
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ class VarlenMetadata(Constructors):
     """
 
     cu_seqlens_q: Tensor
-    """Device, int32 (N + 1,). Starts at 0, never decreases, may repeat (empty sequence), may end before the last row."""
+    """Device, int32 (N + 1,). Starts at 0, never decreases; may repeat (empty sequence) and end before the last row."""
     cu_seqlens_k: Tensor
     """Device, int32 (N + 1,), as `cu_seqlens_q`, for keys and values."""
     max_seqlen_q: int
@@ -117,17 +118,17 @@ class VarlenMetadata(Constructors):
         """
         one = self.side(side)
         if rows is None:
-            batch, seq = self.padded_shape(side)
-            rows = batch * seq
+            rows = math.prod(self.padded_shape(side))
         if rows == 0 or (one.total is not None and one.total == rows):
             return None
         index = torch.arange(rows, device=one.cu_seqlens.device)
         if self.layout != "in_place":
             return index >= one.cu_seqlens[-1]
+        batch, _ = self.padded_shape(side)
         # The valid run is the middle one of the sequences of each padded row.
-        begin = one.cu_seqlens[:-1].view(self.batch, -1)
-        end = one.cu_seqlens[1:].view(self.batch, -1)
-        middle, index = begin.shape[1] // 2, index.view(self.batch, -1)
+        begin = one.cu_seqlens[:-1].view(batch, -1)
+        end = one.cu_seqlens[1:].view(batch, -1)
+        middle, index = begin.shape[1] // 2, index.view(batch, -1)
         return ((index < begin[:, middle, None]) | (index >= end[:, middle, None])).flatten()
 
     def materialize(self, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
@@ -145,8 +146,8 @@ class VarlenMetadata(Constructors):
         """Sequence and position of each row, `(batch, seq)` or `(T,)`."""
         one = self.side(side)
         if self.batch is None:
-            rows = one.total if one.total is not None else int(one.cu_seqlens[-1])
-            return dense.coordinates(one.cu_seqlens, torch.arange(rows, device=one.cu_seqlens.device))
+            total = one.total if one.total is not None else int(one.cu_seqlens[-1])
+            return dense.coordinates(one.cu_seqlens, torch.arange(total, device=one.cu_seqlens.device))
         batch, seq = self.padded_shape(side)
         rows = one.inverse if one.inverse is not None else torch.arange(batch * seq, device=one.cu_seqlens.device)
         return dense.coordinates(one.cu_seqlens, rows.view(batch, seq))
@@ -188,7 +189,7 @@ class VarlenMetadata(Constructors):
         return _unflatten([x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves], context)
 
     def flash_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of `flash_attn_varlen_func`: `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, `max_seqlen_k`."""
+        """Keyword arguments of `flash_attn_varlen_func`: `cu_seqlens_q` and `_k`, `max_seqlen_q` and `_k`."""
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         return {name: getattr(self, name) for name in names}
 

@@ -33,9 +33,9 @@ def define(backend: Backend) -> None:
         f"{name}_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     }
-    kernels = (functools.partial(_forward, backend), functools.partial(_backward, backend))
-    fakes = (_fake_forward, _fake_backward)
-    flops = (functools.partial(_flops, 2), functools.partial(_backward_flops, 5))
+    kernels: tuple[Any, ...] = (functools.partial(_forward, backend), functools.partial(_backward, backend))
+    fakes: tuple[Any, ...] = (_fake_forward, _fake_backward)
+    flops: tuple[Any, ...] = (functools.partial(_flops, 2), functools.partial(_backward_flops, 5))
     for (op, schema), kernel, fake, flop in zip(schemas.items(), kernels, fakes, flops, strict=True):
         torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(op, "CompositeExplicitAutograd", kernel)
@@ -110,16 +110,12 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.set_materialize_grads(False)
 
 
-def _autograd(backend: Backend, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dlse is not None:
-        raise NotImplementedError("the log-sum-exp has no gradient: use lse.detach().")
-    if dout is None:
-        return (None,) * (5 + len(ctx.options))
+def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     op = _packet(f"{NAMESPACE}::{backend.op}_backward")
     grads = op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)

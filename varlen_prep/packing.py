@@ -46,7 +46,7 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:5])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         index, drop, back, drop_back = ctx.saved_tensors
         return _Gather.apply(grad, back, drop_back, index, drop, 0.0), None, None, None, None, None
 
@@ -63,7 +63,7 @@ class _ZeroGradientRows(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return zero_rows(grad, ctx.saved_tensors[0]), None
 
 

@@ -98,7 +98,8 @@ def _uniform(name: str, batch: int, seq: int, bound: int | None, device: torch.d
         checks.check_size(f"max_seqlen_{name}", bound)
         if bound < seq:
             raise ValueError(
-                f"max_seqlen_{name}: expected a bound of at least {seq}, the length of every row without a mask, got {bound}."
+                f"max_seqlen_{name}: expected a bound of at least {seq}, the length of every row without a mask, "
+                f"got {bound}."
             )
     return offsets.uniform(f"batch * seq_{'q' if name == 'q' else 'kv'}", batch, seq, device)
 
@@ -114,8 +115,8 @@ def _bounded(name: str, side: Side, seq: int, bound: int | None) -> Side:
 def _with_exact_maximum(side: Side, seq: int) -> Side:
     if side.order is None or side.order.shape[0] == 0:
         return side._replace(max_seqlen=0, exact=True)
-    longest = side.cu_seqlens.diff().amax()
-    (longest,) = checks.read_ints(longest, "the longest key length of the mask", "max_seqlen_k=", seq)
+    lengths = side.cu_seqlens.diff()
+    (longest,) = checks.read_ints(lengths.amax(), "the longest key length of the mask", "max_seqlen_k=", seq)
     return side._replace(max_seqlen=longest, exact=True)
 
 
@@ -135,9 +136,9 @@ def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.devic
     middle = mask.shape[1:-1]
     if mask.ndim not in (1, 2, 3, 4) or any(size != 1 for size in middle):
         raise ValueError(
-            f"{name}: expected one mask per row, (seq,), (batch, seq), (batch, 1, seq) or (batch, 1, 1, seq) with batch "
-            f"{batch} and seq {seq}, got {tuple(mask.shape)}. A mask that differs per query or head cannot be expressed "
-            "by offsets; use causal=True or window_size= if that is what it holds."
+            f"{name}: expected one mask per row, (seq,), (batch, seq), (batch, 1, seq) or (batch, 1, 1, seq) with "
+            f"batch {batch} and seq {seq}, got {tuple(mask.shape)}. A mask that differs per query or head cannot be "
+            "expressed by offsets; use causal=True or window_size= if that is what it holds."
         )
     rows = mask.reshape(1, -1) if mask.ndim == 1 else mask.reshape(mask.shape[0], mask.shape[-1])
     if rows.shape[0] not in (1, batch) or rows.shape[1] not in (1, seq):

@@ -8,7 +8,7 @@ depend on the data: missing sequences are empty, too many are an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
     start = start.flatten()
     documents = start.cumsum(0)  # how many have begun, this row's included
     index = torch.arange(rows, device=start.device)
-    rank, total, order, inverse = index + 1, rows, None, None
+    rank, order, inverse = index + 1, None, None
+    total: int | None = rows
     if valid is not None:
         valid = valid.flatten()
         rank, total = valid.cumsum(0), None
@@ -116,7 +117,8 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
     if bound is None:
         bound = seq
     elif not exact:
-        if not (isinstance(bound, int) and isinstance(seq, int) and bound >= seq):
+        checks.check_size("max_seqlen", bound)
+        if bound < seq:
             checks.check_bound("max_seqlen", bound, seq, longest())
     # The n-th document begins at the first row where n have begun; past the last one this is the end of the rows.
     number = torch.arange(1, capacity + 2, device=start.device)
@@ -144,7 +146,7 @@ def _from_host_offsets(
 ) -> Side:
     if offsets[0] != 0:
         raise ValueError(f"{name}: expected offsets that start at 0, got {offsets[0]} first.")
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(offsets)]
     longest = max(lengths, default=0)
     if min(lengths, default=0) < 0:
         raise ValueError(f"{name}: expected offsets that never decrease, got {offsets}; sort the sequences first.")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._record import Arguments
 
@@ -89,4 +89,4 @@ def _rows(*tensors: Tensor, size: int | None = None) -> list[Tensor]:
     heads = tensors[0].shape[1]
     size = size if size is not None else max(x.shape[-1] for x in tensors)
     wide = (x.repeat_interleave(heads // x.shape[1], 1) for x in tensors)
-    return [F.pad(x, (0, size - x.shape[-1])).transpose(0, 1)[None] for x in wide]
+    return [pad(x, (0, size - x.shape[-1])).transpose(0, 1)[None] for x in wide]

@@ -6,8 +6,8 @@ T packed rows, H heads, D head size, N sequences, M longest query length rounded
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import dense
 from ._record import Arguments, Request
@@ -19,7 +19,7 @@ def refuse(request: Request) -> list[str]:
     found = []
     if request.deterministic and request.backward and not torch.are_deterministic_algorithms_enabled():
         found.append(
-            "deterministic=True (torch's kernels obey torch.use_deterministic_algorithms(True), which only the user sets)"
+            "deterministic=True (torch's kernels obey torch.use_deterministic_algorithms(True), which the user sets)"
         )
     if request.dtype == torch.float32:
         left, right = request.window_size
@@ -72,7 +72,7 @@ def _flash_backward(
         unused,
         **_flash_options(args),
     )
-    return tuple(grad[..., :size] for grad, size in zip(grads, sizes, strict=True))  # type: ignore[return-value]
+    return _cut(grads, sizes)
 
 
 def _flash_lengths(args: Arguments) -> tuple[Tensor, Tensor, int, int]:
@@ -120,7 +120,7 @@ def _efficient_backward(
     )  # fmt: skip
     dk, dv = (x.unflatten(2, (heads_kv, groups)).sum(3) for x in (dk, dv))
     dq = dq.masked_fill(~seen[None, :, None, None], 0)
-    return tuple(grad[0, ..., :size] for grad, size in zip((dq, dk, dv), sizes, strict=True))  # type: ignore[return-value]
+    return _cut((dq[0], dk[0], dv[0]), sizes)
 
 
 def _efficient_lengths(args: Arguments) -> tuple[Tensor, Tensor, int, int]:
@@ -145,8 +145,13 @@ def _seen(q: Tensor, args: Arguments) -> tuple[Tensor, dense.Coordinates]:
 def _one_size(*tensors: Tensor, multiple: int) -> list[Tensor]:
     """All head sizes padded with zeros, which change nothing, to one that the kernel takes."""
     size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors]
+    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
 def _repeat_heads(heads: int, *tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in tensors]
+
+
+def _cut(grads: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (grad[..., :size] for grad, size in zip(grads, sizes, strict=True))
+    return dq, dk, dv
