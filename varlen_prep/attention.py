@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from . import op, selection
 from .backends import Request
@@ -68,7 +67,8 @@ def varlen_attention(
     """
     _check_tensors(q, k, v, meta)
     window_size = (int(window_size[0]), int(window_size[1]))
-    if (causal or window_size != (-1, -1)) and _queries_unstated(meta):
+    aligned = causal or window_size != (-1, -1)
+    if aligned and _queries_unstated(meta):
         raise ValueError(
             "causal=True or window_size= with a key mask aligns queries to keys: say which queries take part. "
             "Pass mask_q to prepare_varlen (mask_q=mask for self-attention; all True for left-padded keys, chunked "
@@ -87,11 +87,11 @@ def varlen_attention(
         deterministic=deterministic,
         backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
         lse=return_lse,
-        equal_lengths=meta.cu_seqlens_q is meta.cu_seqlens_k,
+        equal_lengths=aligned and meta.equal_lengths,
     )
     chosen = selection.select(backend, request)
     if request.backward:
-        meta = _trainable(meta)
+        meta = meta.trainable()
     padded = q.ndim == 4
     rows = _to_rows(meta, "q", chosen.finite_padding, q) + _to_rows(meta, "k", chosen.finite_padding, k, v)
     out, lse = op.operator(chosen)(
@@ -139,13 +139,6 @@ def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Te
 def _queries_unstated(meta: VarlenMetadata) -> bool:
     """A key mask came without a query mask."""
     return meta.batch is not None and meta.total_k is None and meta.total_q is not None
-
-
-def _trainable(meta: VarlenMetadata) -> VarlenMetadata:
-    """Metadata made under `inference_mode` cannot be saved for backward: copy its tensors."""
-    if torch.compiler.is_compiling() or not meta.cu_seqlens_q.is_inference():
-        return meta
-    return pytree.tree_map_only(Tensor, torch.clone, meta)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import sources
-from .offsets import Side
+from .offsets import Side, with_maximum
 
 if TYPE_CHECKING:
     from .metadata import VarlenMetadata
@@ -59,15 +59,12 @@ class Constructors:
             ([0, 3, 5], [0, 5, 5], 5)
         """
         place = _device(device)
-        q = sources.from_lengths("lengths_q", lengths_q, max_seqlen_q, capacity, place)
-        if lengths_k is None:
-            k = (
-                q
-                if max_seqlen_k is None
-                else sources.from_lengths("lengths_q", lengths_q, max_seqlen_k, capacity, place)
-            )
+        q = sources.from_lengths("q", lengths_q, max_seqlen_q, capacity, place)
+        if lengths_k is not None or max_seqlen_k is not None:
+            k = sources.from_lengths("k", lengths_q if lengths_k is None else lengths_k, max_seqlen_k, capacity, place)
+            k = k if lengths_k is not None else with_maximum(q, k.max_seqlen, k.exact)
         else:
-            k = sources.from_lengths("lengths_k", lengths_k, max_seqlen_k, capacity, place)
+            k = q
         return cls.from_sides(q, k, shape=None, layout="packed")
 
     @classmethod
@@ -97,12 +94,13 @@ class Constructors:
             TypeError: another dtype.
         """
         place = _device(device)
-        q = sources.from_cu_seqlens("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, total_q, capacity, place)
-        if cu_seqlens_k is None and max_seqlen_k is None and total_k is None:
-            k = q
-        else:
+        q = sources.from_cu_seqlens("q", cu_seqlens_q, max_seqlen_q, total_q, capacity, place)
+        if cu_seqlens_k is not None or max_seqlen_k is not None or total_k is not None:
             keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-            k = sources.from_cu_seqlens("cu_seqlens_k", keys, max_seqlen_k, total_k, capacity, place)
+            k = sources.from_cu_seqlens("k", keys, max_seqlen_k, total_k, capacity, place)
+            k = k if cu_seqlens_k is not None else with_maximum(q, k.max_seqlen, k.exact)
+        else:
+            k = q
         return cls.from_sides(q, k, shape=None, layout="packed")
 
     @classmethod

@@ -60,6 +60,8 @@ class VarlenMetadata(Constructors):
     """Host int: padded query length, or None for packed input."""
     seq_kv: int | None = None
     """Host int: padded key length, or None for packed input."""
+    same_lengths: bool = False
+    """Host. True: both sides share their offsets, so query and key lengths agree; False: not known here."""
     layout: Layout = "packed"
     """Host. "uniform": no mask; "packed": valid rows come first; "in_place": no row moves, gaps are sequences."""
 
@@ -88,6 +90,7 @@ class VarlenMetadata(Constructors):
             batch=batch,
             seq_q=seq_q,
             seq_kv=seq_kv,
+            same_lengths=q.cu_seqlens is k.cu_seqlens,
             layout=layout,
         )
 
@@ -98,6 +101,11 @@ class VarlenMetadata(Constructors):
         if name == "k":
             return Side(self.cu_seqlens_k, self.max_seqlen_k, self.exact_k, self.total_k, self.order_k, self.inverse_k)
         raise ValueError(f"side: expected 'q' or 'k', got {name!r}.")
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Host. Whether query and key lengths of every sequence are known to agree."""
+        return self.same_lengths or (self.layout == "uniform" and self.seq_q == self.seq_kv)
 
     def padded_shape(self, side: str) -> tuple[int, int]:
         """(batch, seq) of one side; a `ValueError` for metadata of packed rows, which has none."""
@@ -171,6 +179,8 @@ class VarlenMetadata(Constructors):
                 f"other: expected layout and padded shape {(self.layout, self.batch, self.seq_q, self.seq_kv)}, got "
                 f"{(other.layout, other.batch, other.seq_q, other.seq_kv)}; capture once for each."
             )
+        if self.layout == "in_place" and self.cu_seqlens_q.shape != other.cu_seqlens_q.shape:
+            raise ValueError("other: expected masks on the same sides in the in_place layout; capture once for each.")
         pairs = [(self.side(name), other.side(name), name) for name in ("q", "k")]
         for mine, theirs, name in pairs:
             _check_copy(mine, theirs, name)
@@ -185,8 +195,15 @@ class VarlenMetadata(Constructors):
 
     def to(self, device: torch.device | str) -> VarlenMetadata:
         """The same metadata with its tensors on `device`; host values stay."""
-        leaves, context = _flatten(self)
-        return _unflatten([x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves], context)
+        # Without blocking only to a GPU, whose stream keeps the order; a host read would come before the data.
+        to_gpu = torch.device(device).type == "cuda"
+        return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=to_gpu), self)
+
+    def trainable(self) -> VarlenMetadata:
+        """Metadata that autograd can save: tensors made under `torch.inference_mode` are copied."""
+        if torch.compiler.is_compiling() or not self.cu_seqlens_q.is_inference() or torch.is_inference_mode_enabled():
+            return self
+        return pytree.tree_map_only(Tensor, torch.clone, self)
 
     def flash_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `flash_attn_varlen_func`: `cu_seqlens_q` and `_k`, `max_seqlen_q` and `_k`."""
@@ -228,7 +245,7 @@ def _check_copy(mine: Side, theirs: Side, name: str) -> None:
         )
 
 
-_CONTEXT = ("exact_q", "exact_k", "layout")
+_CONTEXT = ("exact_q", "exact_k", "same_lengths", "layout")
 _LEAVES = tuple(f.name for f in dataclasses.fields(VarlenMetadata) if f.name not in _CONTEXT)
 
 
@@ -247,10 +264,17 @@ def _unflatten(leaves: Any, context: tuple[Any, ...]) -> VarlenMetadata:
     return VarlenMetadata(**dict(zip(present, leaves, strict=True)), **dict(zip(_CONTEXT, rest, strict=True)))
 
 
+def _context_from_json(context: list[Any]) -> tuple[Any, ...]:
+    present, *rest = context
+    return (tuple(present), *rest)
+
+
 pytree.register_pytree_node(
     VarlenMetadata,
     _flatten,
     _unflatten,
     serialized_type_name="varlen_prep.VarlenMetadata",
+    to_dumpable_context=list,
+    from_dumpable_context=_context_from_json,
     flatten_with_keys_fn=_flatten_with_keys,
 )

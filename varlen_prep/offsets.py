@@ -27,6 +27,11 @@ class Side(NamedTuple):
     inverse: Tensor | None = None
 
 
+def with_maximum(side: Side, max_seqlen: int, exact: bool) -> Side:
+    """The same side with another maximum (`NamedTuple._replace` does not trace on every torch)."""
+    return Side(side.cu_seqlens, max_seqlen, exact, side.total, side.order, side.inverse)
+
+
 def uniform(name: str, batch: int, seq: int, device: torch.device | None) -> Side:
     """`batch` sequences of `seq` rows each: nothing but the offsets is allocated."""
     check_int32_offsets(name, batch * seq)

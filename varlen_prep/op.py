@@ -43,6 +43,7 @@ def define(backend: Backend) -> None:
         torch.library.register_vmap(op, functools.partial(_refuse_vmap, op))
         register_flop_formula(_packet(op), get_raw=True)(flop)
     torch.library.register_autograd(name, functools.partial(_autograd, backend), setup_context=_setup_context)
+    torch.library.register_autograd(f"{name}_backward", functools.partial(_refuse_second_derivative, name))
 
 
 def operator(backend: Backend) -> Any:
@@ -88,6 +89,11 @@ def _nothing_attends(q: Tensor, k: Tensor, args: Arguments) -> bool:
 
 def _check_rows(q: Tensor, k: Tensor, args: Arguments) -> None:
     """On CPU the last offset is free to read; on a GPU the constructors check it where the rows are known."""
+    if args.cu_seqlens_q.shape != args.cu_seqlens_k.shape:
+        raise ValueError(
+            "cu_seqlens_q, cu_seqlens_k: expected the same number of offsets, got "
+            f"{args.cu_seqlens_q.shape[0]} and {args.cu_seqlens_k.shape[0]}."
+        )
     for name, rows, cu_seqlens in (("q", q.shape[0], args.cu_seqlens_q), ("k", k.shape[0], args.cu_seqlens_k)):
         if cu_seqlens.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_{name}: expected int32, got {cu_seqlens.dtype}.")
@@ -120,6 +126,10 @@ def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tens
     op = _packet(f"{NAMESPACE}::{backend.op}_backward")
     grads = op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
     return (*grads, *[None] * (2 + len(ctx.options)))
+
+
+def _refuse_second_derivative(op: str, *_: Any) -> Any:
+    raise NotImplementedError(f"{op} has no second derivative: no varlen kernel has one.")
 
 
 def _refuse_vmap(op: str, *_: Any) -> Any:

@@ -39,7 +39,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, drop: Tensor, back: Tensor, drop_back: Tensor, fill: float) -> Tensor:
-        return x.index_select(0, index).masked_fill_(_rows(drop, x), fill)
+        return _gather(x, index, drop, fill)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -47,8 +47,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        index, drop, back, drop_back = ctx.saved_tensors
-        return _Gather.apply(grad, back, drop_back, index, drop, 0.0), None, None, None, None, None
+        # Plain operators: torch 2.11 compiles _Gather applied in its own backward to wrong values.
+        _, _, back, drop_back = ctx.saved_tensors
+        return _gather(grad, back, drop_back, 0.0), None, None, None, None, None
 
 
 class _ZeroGradientRows(torch.autograd.Function):
@@ -67,6 +68,10 @@ class _ZeroGradientRows(torch.autograd.Function):
         return zero_rows(grad, ctx.saved_tensors[0]), None
 
 
+def _gather(x: Tensor, index: Tensor, drop: Tensor, fill: float) -> Tensor:
+    return x.index_select(0, index).masked_fill_(_rows(drop, x), fill)
+
+
 def _rows(drop: Tensor, x: Tensor) -> Tensor:
     """A row mask shaped to broadcast over the trailing dimensions of x."""
     return drop.view(-1, *([1] * (x.ndim - 1)))
@@ -79,7 +84,11 @@ def zero_rows(x: Tensor, drop: Tensor) -> Tensor:
 
 def zero_gradient_rows(x: Tensor, drop: Tensor) -> Tensor:
     """x unchanged; the gradients of dropped rows (bool, one per row) are exactly 0."""
-    return _ZeroGradientRows.apply(x, drop) if torch.is_grad_enabled() and x.requires_grad else x
+    return _ZeroGradientRows.apply(x, drop) if _differentiates(x) else x
+
+
+def _differentiates(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
@@ -113,7 +122,7 @@ def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
     if x.ndim < 2 or x.shape[0] != batch or x.shape[1] != seq:
         raise ValueError(f"x: expected ({batch}, {seq}, ...) for side {side!r}, got {tuple(x.shape)}.")
     rows = x.flatten(0, 1)
-    one = meta.side(side)
+    one = (meta.trainable() if _differentiates(x) else meta).side(side)
     if one.order is None:
         return rows
     return _Gather.apply(rows, one.order, _past_end(one.order, one), one.inverse, _dropped(one), 0.0)
@@ -137,7 +146,7 @@ def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: fl
     batch, seq = meta.padded_shape(side)
     if x.ndim < 1 or x.shape[0] != batch * seq:
         raise ValueError(f"x: expected ({batch * seq}, ...) rows for side {side!r}, got {tuple(x.shape)}.")
-    one = meta.side(side)
+    one = (meta.trainable() if _differentiates(x) else meta).side(side)
     if one.order is not None:
         x = _Gather.apply(x, one.inverse, _dropped(one), one.order, _past_end(one.order, one), fill)
     elif (drop := meta.dropped_rows(side)) is not None:

@@ -65,7 +65,10 @@ def prepare_varlen(
         checks.check_size(name, size)
     if layout not in ("packed", "in_place"):
         raise ValueError(f"layout: expected 'packed' or 'in_place', got {layout!r}.")
-    place = torch.device(device) if device is not None else _device_of(mask, mask_q)
+    place = torch.device(device) if device is not None else None
+    if place is None:
+        masks = [x for x in (mask, mask_q) if isinstance(x, Tensor)]
+        place = masks[0].device if masks else None
     keys = None if mask is None else _row_mask("mask", mask, batch, seq_kv, place)
     queries = None if mask_q is None else _row_mask("mask_q", mask_q, batch, seq_q, place)
     shape = (batch, seq_q, seq_kv)
@@ -80,16 +83,16 @@ def prepare_varlen(
                 checks.check_size(name, bound)
         q, k = offsets.in_place(batch, seq_q, seq_kv, queries, keys)
         return VarlenMetadata.from_sides(q, k, shape=shape, layout="in_place")
+    packed_k = None if keys is None else offsets.packed("batch * seq_kv", keys)
+    if packed_k is None:
+        k = _uniform("k", batch, seq_kv, max_seqlen_k, place)
+    else:
+        k = _with_exact_maximum(packed_k, seq_kv) if max_seqlen_k is None else _bounded("k", packed_k, max_seqlen_k)
     if queries is None:
         q = _uniform("q", batch, seq_q, max_seqlen_q, place)
     else:
-        q = _bounded("q", offsets.packed("batch * seq_q", queries), seq_q, max_seqlen_q)
-    if keys is None:
-        k = _uniform("k", batch, seq_kv, max_seqlen_k, place)
-    elif max_seqlen_k is None:
-        k = _with_exact_maximum(offsets.packed("batch * seq_kv", keys), seq_kv)
-    else:
-        k = _bounded("k", offsets.packed("batch * seq_kv", keys), seq_kv, max_seqlen_k)
+        packed_q = packed_k if mask_q is mask and packed_k is not None else offsets.packed("batch * seq_q", queries)
+        q = packed_q if max_seqlen_q is None else _bounded("q", packed_q, max_seqlen_q)
     return VarlenMetadata.from_sides(q, k, shape=shape, layout="packed")
 
 
@@ -104,20 +107,18 @@ def _uniform(name: str, batch: int, seq: int, bound: int | None, device: torch.d
     return offsets.uniform(f"batch * seq_{'q' if name == 'q' else 'kv'}", batch, seq, device)
 
 
-def _bounded(name: str, side: Side, seq: int, bound: int | None) -> Side:
+def _bounded(name: str, side: Side, bound: int) -> Side:
     """A side with the caller's bound, which is looked at on the device only where it is smaller than the padded row."""
-    if bound is None:
-        return side
-    checks.check_bound(f"max_seqlen_{name}", bound, seq, side.cu_seqlens.diff())
-    return side._replace(max_seqlen=bound)
+    checks.check_bound(f"max_seqlen_{name}", bound, side.max_seqlen, side.cu_seqlens.diff())
+    return offsets.with_maximum(side, bound, exact=False)
 
 
 def _with_exact_maximum(side: Side, seq: int) -> Side:
     if side.order is None or side.order.shape[0] == 0:
-        return side._replace(max_seqlen=0, exact=True)
+        return offsets.with_maximum(side, 0, exact=True)
     lengths = side.cu_seqlens.diff()
     (longest,) = checks.read_ints(lengths.amax(), "the longest key length of the mask", "max_seqlen_k=", seq)
-    return side._replace(max_seqlen=longest, exact=True)
+    return offsets.with_maximum(side, longest, exact=True)
 
 
 def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.device | None) -> Tensor:
@@ -147,8 +148,3 @@ def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.devic
         )
     rows = rows.to(device) if device is not None else rows
     return rows.expand(batch, seq)
-
-
-def _device_of(*masks: Tensor | None) -> torch.device | None:
-    """The device of the first mask; None (torch's default device) without one."""
-    return next((mask.device for mask in masks if isinstance(mask, Tensor)), None)

@@ -19,11 +19,12 @@ from .packing import permutation
 
 
 def from_lengths(
-    name: str, lengths: Tensor | Sequence[int], bound: int | None, capacity: int | None, device: torch.device | None
+    side: str, lengths: Tensor | Sequence[int], bound: int | None, capacity: int | None, device: torch.device | None
 ) -> Side:
-    """`bound` and `capacity` are those of the public constructor; `name` is the argument's name in errors."""
+    """The side "q" or "k" from its lengths; `bound` is its maximum or None."""
+    name = f"lengths_{side}"
     if not isinstance(lengths, Tensor):
-        return _from_host_lengths(name, list(lengths), bound, capacity, device)
+        return _from_host_lengths(side, list(lengths), bound, capacity, device)
     _check_offsets_tensor(name, lengths)
     lengths = lengths.to(device) if device is not None else lengths
     _check_capacity(name, lengths.shape[0], capacity)
@@ -33,29 +34,29 @@ def from_lengths(
             (lengths >= 0).all() & (counts[-1] <= checks.INT32_MAX),
             f"{name}: expected lengths >= 0 that add up to at most {checks.INT32_MAX} (int32 offsets).",
         )
-    return _with_maximum(name, from_counts(counts), lengths, bound, capacity)
+    return _with_maximum(side, from_counts(counts), lengths, bound, capacity)
 
 
 def from_cu_seqlens(
-    name: str,
+    side: str,
     cu_seqlens: Tensor | Sequence[int],
     bound: int | None,
     total: int | None,
     capacity: int | None,
     device: torch.device | None,
 ) -> Side:
-    """`total` is the number of rows that the offsets may address, or None."""
+    """The side "q" or "k" from ready offsets; `total` is the number of rows that they may address, or None."""
+    name = f"cu_seqlens_{side}"
     if isinstance(cu_seqlens, Tensor):
         _check_offsets_tensor(name, cu_seqlens)
         if cu_seqlens.shape[0] == 0:
             raise ValueError(f"{name}: expected at least one offset, the 0 that it starts with; got an empty tensor.")
-        on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    else:
-        on_host = True
-    if on_host:
-        return _from_host_offsets(name, [int(c) for c in cu_seqlens], bound, total, capacity, device)
-    assert isinstance(cu_seqlens, Tensor)
-    cu_seqlens = cu_seqlens.to(device) if device is not None else cu_seqlens
+        device = device if device is not None else cu_seqlens.device
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            cu_seqlens = cu_seqlens.tolist()
+    if not isinstance(cu_seqlens, Tensor):
+        return _from_host_offsets(side, name, list(cu_seqlens), bound, total, capacity, device)
+    cu_seqlens = cu_seqlens.to(device)
     _check_capacity(name, cu_seqlens.shape[0] - 1, capacity)
     lengths = cu_seqlens.diff()
     limit = checks.INT32_MAX if total is None else total
@@ -63,7 +64,7 @@ def from_cu_seqlens(
         (cu_seqlens[0] == 0) & (lengths >= 0).all() & (cu_seqlens[-1] <= limit),
         f"{name}: expected offsets that start at 0, never decrease and end at {limit} at most.",
     )
-    return _with_maximum(name, cu_seqlens.to(torch.int32), lengths, bound, capacity)
+    return _with_maximum(side, cu_seqlens.to(torch.int32), lengths, bound, capacity)
 
 
 def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity: int | None, move_rows: bool) -> Side:
@@ -80,6 +81,9 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
     batch, seq = start.shape
     rows = batch * seq
     checks.check_int32_offsets("rows", rows)
+    for name, size in (("capacity", capacity), ("max_seqlen", bound)):
+        if size is not None:
+            checks.check_size(name, size)
     if rows == 0:
         cu_seqlens = torch.zeros((capacity or 0) + 1, dtype=torch.int32, device=start.device)
         return Side(cu_seqlens, bound or 0, bound is None, 0)
@@ -116,10 +120,8 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
         (capacity,) = checks.read_ints(documents[-1], "the number of documents", "capacity=", rows)
     if bound is None:
         bound = seq
-    elif not exact:
-        checks.check_size("max_seqlen", bound)
-        if bound < seq:
-            checks.check_bound("max_seqlen", bound, seq, longest())
+    elif not exact and bound < seq:
+        checks.check_bound("max_seqlen", bound, seq, longest())
     # The n-th document begins at the first row where n have begun; past the last one this is the end of the rows.
     number = torch.arange(1, capacity + 2, device=start.device)
     begin = torch.searchsorted(documents, number)
@@ -129,14 +131,16 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
 
 
 def _from_host_lengths(
-    name: str, lengths: list[int], bound: int | None, capacity: int | None, device: torch.device | None
+    side: str, lengths: list[int], bound: int | None, capacity: int | None, device: torch.device | None
 ) -> Side:
+    name = f"lengths_{side}"
     for length in lengths:
         checks.check_size(f"{name}: every length", length)
-    return _from_host_offsets(name, [0, *accumulate(lengths)], bound, None, capacity, device)
+    return _from_host_offsets(side, name, [0, *accumulate(lengths)], bound, None, capacity, device)
 
 
 def _from_host_offsets(
+    side: str,
     name: str,
     offsets: list[int],
     bound: int | None,
@@ -144,8 +148,10 @@ def _from_host_offsets(
     capacity: int | None,
     device: torch.device | None,
 ) -> Side:
-    if offsets[0] != 0:
-        raise ValueError(f"{name}: expected offsets that start at 0, got {offsets[0]} first.")
+    for offset in offsets:
+        checks.check_size(f"{name}: every offset", offset)
+    if offsets[:1] != [0]:
+        raise ValueError(f"{name}: expected offsets that start at 0, got {offsets[:1]} first.")
     lengths = [b - a for a, b in pairwise(offsets)]
     longest = max(lengths, default=0)
     if min(lengths, default=0) < 0:
@@ -154,9 +160,9 @@ def _from_host_offsets(
         raise ValueError(f"{name}: the last offset is {offsets[-1]}, but there are only {total} rows.")
     checks.check_int32_offsets(name, offsets[-1])
     if bound is not None:
-        checks.check_size("max_seqlen", bound)
+        checks.check_size(f"max_seqlen_{side}", bound)
         if bound < longest:
-            raise ValueError(f"{name}: max_seqlen {bound} is smaller than the longest sequence, {longest}; raise it.")
+            raise ValueError(f"max_seqlen_{side}: the bound {bound} is smaller than the longest sequence, {longest}.")
     _check_capacity(name, len(lengths), capacity)
     if capacity is not None:
         offsets = offsets + [offsets[-1]] * (capacity - len(lengths))
@@ -176,14 +182,16 @@ def _to_device(offsets: list[int], device: torch.device | None) -> Tensor:
     return torch.tensor(offsets, dtype=torch.int32, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def _with_maximum(name: str, cu_seqlens: Tensor, lengths: Tensor, bound: int | None, capacity: int | None) -> Side:
+def _with_maximum(side: str, cu_seqlens: Tensor, lengths: Tensor, bound: int | None, capacity: int | None) -> Side:
     exact = bound is None
     if bound is None:
         bound = 0
         if lengths.shape[0] > 0:
-            (bound,) = checks.read_ints(lengths.amax(), f"the longest of {name}", "max_seqlen=", checks.INT32_MAX)
+            (bound,) = checks.read_ints(
+                lengths.amax(), f"the longest length of side {side!r}", f"max_seqlen_{side}=", checks.INT32_MAX
+            )
     elif lengths.shape[0] > 0:
-        checks.check_bound("max_seqlen", bound, None, lengths)
+        checks.check_bound(f"max_seqlen_{side}", bound, None, lengths)
     if capacity is not None:
         cu_seqlens = with_capacity(cu_seqlens, capacity)
     return Side(cu_seqlens, bound, exact)

@@ -5,11 +5,13 @@ T packed rows, H heads, D head size, N sequences, M longest query length rounded
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import dense
+from . import _fa2
 from ._record import Arguments, Request
 
 _aten = torch.ops.aten
@@ -23,8 +25,12 @@ def refuse(request: Request) -> list[str]:
         )
     if request.dtype == torch.float32:
         left, right = request.window_size
-        if not (left < 0 and right < 0) and not (request.causal and left >= 0):
+        if (left, right) != (-1, -1) and not (request.causal and left >= 0):
             found.append(f"window_size={request.window_size} in float32 (its kernel has causal left windows only)")
+        if (left, right) != (-1, -1) and request.backward and not request.equal_lengths:
+            found.append(
+                "gradients with a window in float32 where query and key lengths may differ (its kernel gets them wrong)"
+            )
     elif max(request.head_dim, request.head_dim_v) > 256:
         found.append(f"head size {max(request.head_dim, request.head_dim_v)} (at most 256)")
     return found
@@ -42,116 +48,102 @@ def backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    size = v.shape[-1]
-    q, k, v = _one_size(q, k, v, multiple=8)
-    out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, *_flash_lengths(args), 0.0, args.causal, False, **_flash_options(args)
-    )
-    return out[..., :size], lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+    rows = _fa2.one_size(q, k, v)
+    out, lse, *_ = _aten._flash_attention_forward(*rows, *_flash_lengths(args), False, **_flash_options(args))
+    return out[..., : v.shape[-1]], _fa2.contract_lse(lse)
 
 
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = q.shape[-1], k.shape[-1], v.shape[-1]
-    q, k, v, out, dout = _one_size(q, k, v, out, dout, multiple=8)
-    # The kernel marks a query without keys by +inf; -inf would make exp(score - lse) infinite.
-    lse = lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
+    dout, *rows = _fa2.one_size(dout, q, k, v, out)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
     grads = _aten._flash_attention_backward(
-        dout.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *_flash_lengths(args),
-        0.0,
-        args.causal,
-        unused,
-        unused,
-        **_flash_options(args),
+        dout.contiguous(), *rows, _fa2.kernel_lse(lse), *_flash_lengths(args), unused, unused, **_flash_options(args)
     )
-    return _cut(grads, sizes)
+    return _fa2.cut(grads, q, k, v)
 
 
-def _flash_lengths(args: Arguments) -> tuple[Tensor, Tensor, int, int]:
-    # A maximum of 1 selects a decoding path that reshapes q as if every sequence had one query: wrong for empty ones.
-    return args.cu_seqlens_q, args.cu_seqlens_k, max(args.max_seqlen_q, 2), args.max_seqlen_k
+def _flash_lengths(args: Arguments) -> tuple[Any, ...]:
+    """Offsets, maxima, dropout and causal, in the order of both operators."""
+    use = _fa2.lengths(args)
+    return args.cu_seqlens_q, args.cu_seqlens_k, use.max_seqlen_q, use.max_seqlen_k, 0.0, args.causal
 
 
-def _flash_options(args: Arguments) -> dict[str, object]:
-    left, right = args.window_size_left, args.window_size_right
+def _flash_options(args: Arguments) -> dict[str, Any]:
+    use = _fa2.lengths(args)
     return {
         "scale": args.softmax_scale,
-        "window_size_left": left if left >= 0 else None,
-        "window_size_right": right if right >= 0 else None,
+        "window_size_left": use.window_size_left if use.window_size_left >= 0 else None,
+        "window_size_right": use.window_size_right if use.window_size_right >= 0 else None,
     }
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    size = v.shape[-1]
-    rows = [x[None] for x in _repeat_heads(q.shape[1], *_one_size(q, k, v, multiple=4))]
+    args = _without_hidden_queries(args)
+    rows = _repeat_heads(q.shape[1], *_fa2.one_size(q, k, v, multiple=4))
     out, lse, *_ = _aten._efficient_attention_forward(
         *rows, None, *_efficient_lengths(args), 0.0, 2 if args.causal else 0, True, **_efficient_options(args)
     )
     seen, at = _seen(q, args)
     lse = lse.transpose(0, 1)[:, at.sequence, at.position]
-    return out[0, ..., :size].masked_fill(~seen[:, None, None], 0), lse.masked_fill(~seen, -torch.inf)
+    return out[0, ..., : v.shape[-1]].masked_fill(~seen[:, None, None], 0), lse.masked_fill(~seen, -torch.inf)
 
 
 def _efficient_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, heads_kv, groups = (q.shape[-1], k.shape[-1], v.shape[-1]), k.shape[1], q.shape[1] // k.shape[1]
+    args = _without_hidden_queries(args)
     seen, at = _seen(q, args)
     dout = dout.masked_fill(~seen[:, None, None], 0)
-    sequences = args.cu_seqlens_q.shape[0] - 1
-    longest = -(-args.max_seqlen_q // 32) * 32
     # The kernel's (N, H, M); +inf hides a query without keys. The extra sequence takes rows past the last offset.
+    sequences, longest = args.cu_seqlens_q.shape[0] - 1, -(-args.max_seqlen_q // 32) * 32
     by_sequence = lse.new_full((sequences + 1, q.shape[1], longest), torch.inf)
-    sequence = torch.where(at.valid, at.sequence, sequences)
-    by_sequence[sequence, :, torch.where(at.valid, at.position, 0)] = lse.masked_fill(~seen, torch.inf).T
-    rows = [x[None] for x in _repeat_heads(q.shape[1], *_one_size(q, k, v, out, dout, multiple=4))]
+    by_sequence[torch.where(at.valid, at.sequence, sequences), :, at.position] = lse.masked_fill(~seen, torch.inf).T
+    q_, k_, v_, out_, dout_ = _repeat_heads(q.shape[1], *_fa2.one_size(q, k, v, out, dout, multiple=4))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
     dq, dk, dv, _ = _aten._efficient_attention_backward(
-        rows[4].contiguous(), *rows[:3], None, rows[3].contiguous(), *_efficient_lengths(args),
+        dout_.contiguous(), q_, k_, v_, None, out_.contiguous(), *_efficient_lengths(args),
         by_sequence[:-1].contiguous(), 0.0, unused, unused, 2 if args.causal else 0, False, **_efficient_options(args),
     )  # fmt: skip
-    dk, dv = (x.unflatten(2, (heads_kv, groups)).sum(3) for x in (dk, dv))
-    dq = dq.masked_fill(~seen[None, :, None, None], 0)
-    return _cut((dq[0], dk[0], dv[0]), sizes)
+    dq = dq[0].masked_fill(~seen[:, None, None], 0)
+    dk, dv = (x[0].unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    return _fa2.cut((dq, dk, dv), q, k, v)
 
 
 def _efficient_lengths(args: Arguments) -> tuple[Tensor, Tensor, int, int]:
     return args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q, args.max_seqlen_k
 
 
-def _efficient_options(args: Arguments) -> dict[str, object]:
+def _efficient_options(args: Arguments) -> dict[str, Any]:
     window = args.window_size_left + 1 if args.window_size_left >= 0 else None
     return {"scale": args.softmax_scale, "window_size": window}
 
 
+def _without_hidden_queries(args: Arguments) -> Arguments:
+    """Causal only: the kernel is wrong where queries outnumber keys, so each sequence is cut in two.
+
+    The first part holds the queries that see no key, with no keys; the second has at most as many queries as keys.
+    """
+    if not args.causal:
+        return args
+    hidden = (args.cu_seqlens_q.diff() - args.cu_seqlens_k.diff()).clamp(min=0)
+    first_q, first_k = args.cu_seqlens_q[:-1], args.cu_seqlens_k[:-1]
+    parts_q = torch.stack([first_q, first_q + hidden], 1).flatten()
+    parts_k = torch.stack([first_k, first_k], 1).flatten()
+    return args._replace(
+        cu_seqlens_q=torch.cat([parts_q, args.cu_seqlens_q[-1:]]),
+        cu_seqlens_k=torch.cat([parts_k, args.cu_seqlens_k[-1:]]),
+    )
+
+
 def _seen(q: Tensor, args: Arguments) -> tuple[Tensor, dense.Coordinates]:
-    """Which queries see a key, bool (T,), and where each lies; rows past the last offset see none."""
+    """Which queries see a key, bool (T,), and where each lies, with position 0 for rows past the last offset."""
     at = dense.coordinates(args.cu_seqlens_q, torch.arange(q.shape[0], device=q.device))
-    length_k = args.cu_seqlens_k.diff()[at.sequence]
-    seen = at.valid & (length_k > 0)
-    if args.causal:
-        seen = seen & (at.position + length_k - args.cu_seqlens_q.diff()[at.sequence] >= 0)
-    return seen, dense.Coordinates(at.sequence, torch.where(at.valid, at.position, 0), at.valid)
-
-
-def _one_size(*tensors: Tensor, multiple: int) -> list[Tensor]:
-    """All head sizes padded with zeros, which change nothing, to one that the kernel takes."""
-    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors]
+    seen = at.valid & (args.cu_seqlens_k.diff()[at.sequence] > 0)
+    return seen, at._replace(position=torch.where(at.valid, at.position, 0))
 
 
 def _repeat_heads(heads: int, *tensors: Tensor) -> list[Tensor]:
-    return [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in tensors]
-
-
-def _cut(grads: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (grad[..., :size] for grad, size in zip(grads, sizes, strict=True))
-    return dq, dk, dv
+    """(T, H, D) each to the kernel's (1, T, H, D) with equal heads."""
+    return [(x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1))[None] for x in tensors]
