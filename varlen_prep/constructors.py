@@ -118,7 +118,7 @@ class Constructors:
             document_ids: int `(T,)` or `(batch, seq)`; ids need not rise or be unique; negative = takes no part.
             max_seqlen: host int that no document exceeds. None: the row length with `capacity`, else read.
             capacity: fixed number of sequences. None: the number of documents is a tensor size, so it is read from
-                the device, together with the longest length (one sync).
+                the device (one sync), and with it the longest length, except in a compiled region.
             layout: "in_place" (default for one dimension): no row moves, and rows that take no part may only follow
                 all others. "packed" (default for two): they may lie anywhere, and `pack` moves them to the end.
 

@@ -29,7 +29,7 @@ def permutation(valid: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
     """
     index = torch.arange(rank.shape[0], device=rank.device)
     if rank.shape[0] == 0:
-        return index, index
+        return index, index.clone()
     inverse = torch.where(valid, rank - 1, rank[-1] + index - rank)
     return torch.empty_like(inverse).scatter_(0, inverse, index), inverse
 
@@ -128,7 +128,7 @@ def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
     return _Gather.apply(rows, one.order, _past_end(one.order, one), one.inverse, _dropped(one), 0.0)
 
 
-def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: float = 0.0) -> Tensor:
+def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: float = 0) -> Tensor:
     """The inverse of `pack`: packed rows back to `(batch, seq, ...)`, with `fill` where a row takes no part.
 
     Args:

@@ -112,11 +112,11 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
     if capacity is not None:
         checks.check_size("capacity", capacity)
         checks.require(documents[-1] <= capacity, "capacity: there are more documents than the capacity; raise it.")
-    elif bound is None:
+    elif bound is None and not torch.compiler.is_compiling():
         read = torch.stack([documents[-1], longest()])
         capacity, bound = checks.read_ints(read, "the number of documents", "capacity=", rows)
         exact = True
-    else:
+    else:  # traced, a second number would be a second read: the row length is the bound
         (capacity,) = checks.read_ints(documents[-1], "the number of documents", "capacity=", rows)
     if bound is None:
         bound = seq
