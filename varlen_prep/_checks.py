@@ -73,7 +73,7 @@ def read_ints(values: Tensor, name: str, bound: str, limit: int) -> list[int]:
             f"{name} would be read from the device, which a CUDA graph capture does not allow; "
             f"give {bound} (a host int that no value exceeds), or prepare the metadata before the capture."
         )
-    read = values.tolist() if values.ndim > 0 else [values.item()]
+    read: list[int] = values.tolist() if values.ndim > 0 else [values.item()]  # type: ignore[list-item]
     for value in read:
         torch._check(value >= 0)
         torch._check(value <= limit)

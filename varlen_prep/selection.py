@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from .backends import AUTOMATIC, REGISTRY, Backend, Request
 
 # Read through getattr, which torch.compile guards on; a contextvar cannot be traced, a class default goes unguarded.
@@ -35,7 +37,7 @@ def backends() -> list[BackendState]:
     """
     rows = []
     for backend in REGISTRY.values():
-        reasons = tuple(backend.missing())
+        reasons = _missing(backend.name)
         rows.append(BackendState(backend.name, not reasons, reasons, backend.install, backend.summary))
     return rows
 
@@ -78,16 +80,27 @@ def select(name: str | None, request: Request) -> Backend:
     name = name if name is not None else getattr(_scope, "name", None)
     if name is not None:
         backend = find(name)
-        if reasons := backend.reasons(request):
+        if reasons := _reasons(backend, request):
             raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. {_alternatives(request)}")
         return backend
     for candidate in AUTOMATIC:
-        if not REGISTRY[candidate].reasons(request):
+        if not _reasons(REGISTRY[candidate], request):
             return REGISTRY[candidate]
-    reasons = [f"{candidate}: {'; '.join(REGISTRY[candidate].reasons(request))}" for candidate in AUTOMATIC]
+    reasons = [f"{candidate}: {'; '.join(_reasons(REGISTRY[candidate], request))}" for candidate in AUTOMATIC]
     raise ValueError(f"no backend can run this call. {' | '.join(reasons)}. {_alternatives(request)}")
 
 
+def _reasons(backend: Backend, request: Request) -> list[str]:
+    """Every reason why this call cannot run here, of the machine and of the call."""
+    return [*_missing(backend.name), *backend.reasons(request)]
+
+
+@torch.compiler.assume_constant_result
+def _missing(name: str) -> tuple[str, ...]:
+    """What the machine lacks for a backend; looking for packages cannot be traced, so tracing takes the answer."""
+    return tuple(REGISTRY[name].missing())
+
+
 def _alternatives(request: Request) -> str:
-    able = [backend.name for backend in REGISTRY.values() if not backend.reasons(request)]
+    able = [backend.name for backend in REGISTRY.values() if not _reasons(backend, request)]
     return f"Backends that can: {', '.join(able) or 'none'}."

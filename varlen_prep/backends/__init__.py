@@ -8,10 +8,13 @@ from __future__ import annotations
 from ._record import Arguments as Arguments
 from ._record import Backend as Backend
 from ._record import Request as Request
+from .flash import FLASH
+from .flash3 import FLASH3
+from .flash4 import FLASH4
 from .native import NATIVE
 from .reference import REFERENCE
 
-REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, REFERENCE)}
+REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, FLASH, FLASH3, FLASH4, REFERENCE)}
 
 AUTOMATIC: tuple[str, ...] = ("native",)
 """The order in which `backend=None` tries them."""

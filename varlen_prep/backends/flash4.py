@@ -1,0 +1,102 @@
+"""flash-attn 4 (package `flash-attn-4`, module `flash_attn.cute`, also as a hub kernel): Hopper and Blackwell.
+
+T packed rows, H heads, D head size.  Its kernels are compiled at the first call of each variant, and it registers no
+operator, so it cannot be traced by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _fa2, _machine
+from ._calls import call, find
+from ._record import Arguments, Backend, Request
+from .flash import HALF
+
+
+def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """`module` loads the module that holds the kernels."""
+    function = find(module(), "flash_attn_varlen_func", "interface.flash_attn_varlen_func")
+    rows = dict(zip("qkv", _fa2.one_size(q, k, v), strict=True))
+    window = _window(args)
+    # By keyword only: the fourth positional argument is qv. Without gradients lse comes only when asked for.
+    out, lse, *_ = call(
+        function,
+        {"softcap": (args.softcap, 0.0), "window_size": (window, (None, None))},
+        return_lse=True,
+        **rows,
+        **_shared(args),
+    )
+    return out[..., : v.shape[-1]], _fa2.contract_lse(lse)
+
+
+def backward(
+    module: Callable[[], Any],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: Arguments,
+) -> tuple[Tensor, Tensor, Tensor]:
+    function = find(module(), "interface._flash_attn_bwd", "_flash_attn_bwd")
+    rows = dict(zip(("dout", "q", "k", "v", "out"), _fa2.one_size(dout, q, k, v, out), strict=True))
+    left, right = _window(args)
+    options = {
+        "softcap": (args.softcap, 0.0),
+        "window_size_left": (left, None),
+        "window_size_right": (right, None),
+        "deterministic": (args.deterministic, False),
+    }
+    dq, dk, dv, *_ = call(function, options, **rows, lse=_fa2.kernel_lse(lse), **_shared(args))
+    return _fa2.cut((dq, dk, dv), q, k, v)
+
+
+def _shared(args: Arguments) -> dict[str, Any]:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+    return {name: getattr(args, name) for name in names}
+
+
+def _window(args: Arguments) -> tuple[int | None, int | None]:
+    """-1, which is unbounded everywhere else, is None here."""
+    left, right = args.window_size_left, args.window_size_right
+    return left if left >= 0 else None, right if right >= 0 else None
+
+
+def refuse(request: Request) -> list[str]:
+    size = max(request.head_dim, request.head_dim_v)
+    most = 256 if torch.cuda.get_device_capability(request.device)[0] == 9 else 128
+    return [f"head size {size} (at most {most} on this GPU)"] if size > most else []
+
+
+def _module() -> Any:
+    return importlib.import_module("flash_attn.cute")
+
+
+def _missing() -> list[str]:
+    found = []
+    if not _machine.has_file("flash_attn", "cute"):
+        found.append("package flash-attn-4 is not installed")
+    return found + _machine.gpu_reasons((9, 0))
+
+
+FLASH4 = Backend(
+    name="flash4",
+    op="flash_attn_4_varlen",
+    forward=functools.partial(forward, _module),
+    backward=functools.partial(backward, _module),
+    dtypes={"cuda": HALF},
+    summary="flash-attn 4: Hopper and Blackwell, compiled at the first call",
+    install="pip install --pre flash-attn-4",
+    missing=_missing,
+    refuse=refuse,
+    softcap=True,
+    finite_padding=True,
+)
