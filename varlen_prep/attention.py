@@ -106,6 +106,12 @@ def varlen_attention(
         softcap,
         deterministic,
     )
+    if (
+        chosen.finite_padding
+        and meta.layout == "in_place"
+        and (drop := meta.dropped_rows("q", out.shape[0])) is not None
+    ):
+        out = zero_gradient_rows(out, drop)
     out = _from_rows(out, meta, padded, 0.0)
     if not return_lse:
         return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -197,13 +198,22 @@ class VarlenMetadata(Constructors):
         """The same metadata with its tensors on `device`; host values stay."""
         # Without blocking only to a GPU, whose stream keeps the order; a host read would come before the data.
         to_gpu = torch.device(device).type == "cuda"
-        return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=to_gpu), self)
+        return self._map(lambda x: x.to(device, non_blocking=to_gpu))
 
     def trainable(self) -> VarlenMetadata:
         """Metadata that autograd can save: tensors made under `torch.inference_mode` are copied."""
         if torch.compiler.is_compiling() or not self.cu_seqlens_q.is_inference() or torch.is_inference_mode_enabled():
             return self
-        return pytree.tree_map_only(Tensor, torch.clone, self)
+        return self._map(torch.clone)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> VarlenMetadata:
+        """The same metadata with a function applied to each of its tensors, once to one that both sides share."""
+        done: dict[int, Tensor] = {}
+        leaves, context = _flatten(self)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in done:
+                done[id(leaf)] = function(leaf)
+        return _unflatten([done.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], context)
 
     def flash_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `flash_attn_varlen_func`: `cu_seqlens_q` and `_k`, `max_seqlen_q` and `_k`."""

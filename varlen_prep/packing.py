@@ -39,17 +39,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, drop: Tensor, back: Tensor, drop_back: Tensor, fill: float) -> Tensor:
-        return _gather(x, index, drop, fill)
+        return gather_rows(x, index, drop, fill)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:5])
+        ctx.save_for_backward(*inputs[3:5])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Plain operators: torch 2.11 compiles _Gather applied in its own backward to wrong values.
-        _, _, back, drop_back = ctx.saved_tensors
-        return _gather(grad, back, drop_back, 0.0), None, None, None, None, None
+        back, drop_back = ctx.saved_tensors
+        return gather_rows(grad, back, drop_back, 0), None, None, None, None, None
 
 
 class _ZeroGradientRows(torch.autograd.Function):
@@ -68,8 +67,11 @@ class _ZeroGradientRows(torch.autograd.Function):
         return zero_rows(grad, ctx.saved_tensors[0]), None
 
 
-def _gather(x: Tensor, index: Tensor, drop: Tensor, fill: float) -> Tensor:
-    return x.index_select(0, index).masked_fill_(_rows(drop, x), fill)
+def gather_rows(x: Tensor, index: Tensor, drop: Tensor, fill: float) -> Tensor:
+    """`x[index]` with `fill` where `drop` (bool, one per result row)."""
+    rows = x.index_select(0, index)
+    # In place saves a copy. Compiled, both fuse, and torch 2.11 gets the gradient of the in-place form wrong.
+    return (rows.masked_fill if torch.compiler.is_compiling() else rows.masked_fill_)(_rows(drop, x), fill)
 
 
 def _rows(drop: Tensor, x: Tensor) -> Tensor:

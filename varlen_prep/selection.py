@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
 from .backends import AUTOMATIC, REGISTRY, Backend, Request
 
 # Read through getattr, which torch.compile guards on; a contextvar cannot be traced, a class default goes unguarded.
@@ -95,10 +93,13 @@ def _reasons(backend: Backend, request: Request) -> list[str]:
     return [*_missing(backend.name), *backend.reasons(request)]
 
 
-@torch.compiler.assume_constant_result
 def _missing(name: str) -> tuple[str, ...]:
     """What the machine lacks for a backend; looking for packages cannot be traced, so tracing takes the answer."""
     return tuple(REGISTRY[name].missing())
+
+
+# The mark of torch.compiler.assume_constant_result, which would import the whole compiler for those who never compile.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _alternatives(request: Request) -> str:

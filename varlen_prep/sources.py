@@ -49,8 +49,6 @@ def from_cu_seqlens(
     name = f"cu_seqlens_{side}"
     if isinstance(cu_seqlens, Tensor):
         _check_offsets_tensor(name, cu_seqlens)
-        if cu_seqlens.shape[0] == 0:
-            raise ValueError(f"{name}: expected at least one offset, the 0 that it starts with; got an empty tensor.")
         device = device if device is not None else cu_seqlens.device
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             cu_seqlens = cu_seqlens.tolist()
@@ -150,8 +148,10 @@ def _from_host_offsets(
 ) -> Side:
     for offset in offsets:
         checks.check_size(f"{name}: every offset", offset)
-    if offsets[:1] != [0]:
-        raise ValueError(f"{name}: expected offsets that start at 0, got {offsets[:1]} first.")
+    if not offsets:
+        raise ValueError(f"{name}: expected at least one offset, the 0 that it starts with; got none.")
+    if offsets[0] != 0:
+        raise ValueError(f"{name}: expected offsets that start at 0, got {offsets[0]} first.")
     lengths = [b - a for a, b in pairwise(offsets)]
     longest = max(lengths, default=0)
     if min(lengths, default=0) < 0:
@@ -162,7 +162,9 @@ def _from_host_offsets(
     if bound is not None:
         checks.check_size(f"max_seqlen_{side}", bound)
         if bound < longest:
-            raise ValueError(f"max_seqlen_{side}: the bound {bound} is smaller than the longest sequence, {longest}.")
+            raise ValueError(
+                f"max_seqlen_{side}: the bound {bound} is smaller than the longest sequence, {longest}; raise it."
+            )
     _check_capacity(name, len(lengths), capacity)
     if capacity is not None:
         offsets = offsets + [offsets[-1]] * (capacity - len(lengths))

@@ -42,9 +42,10 @@ def kernel_lse(lse: Tensor) -> Tensor:
 
 
 def one_size(*tensors: Tensor, multiple: int = 8) -> list[Tensor]:
-    """All head sizes padded with zeros, which change nothing, to one that the kernel takes."""
+    """All head sizes padded with zeros, which change nothing, to one that the kernel takes, elements side by side."""
     size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors]
+    wide = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
 
 
 def cut(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

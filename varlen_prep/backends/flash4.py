@@ -71,6 +71,8 @@ def _window(args: Arguments) -> tuple[int | None, int | None]:
 
 
 def refuse(request: Request) -> list[str]:
+    if request.device.type != "cuda":
+        return []
     size = max(request.head_dim, request.head_dim_v)
     most = 256 if torch.cuda.get_device_capability(request.device)[0] == 9 else 128
     return [f"head size {size} (at most {most} on this GPU)"] if size > most else []

@@ -1,0 +1,133 @@
+"""Which backend runs: by argument, by scope, automatically; refusals list all reasons and what can run instead."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_inputs, operators_run, refuses
+
+from varlen_prep import VarlenMetadata, backends, prepare_varlen, use_backend, varlen_attention
+from varlen_prep.backends import REGISTRY, Request
+
+META = VarlenMetadata.from_lengths([3, 2])
+
+
+def call(**options: Any) -> Any:
+    q, k, v, _ = make_inputs((5,), (5,))
+    return varlen_attention(q, k, v, META, **options)
+
+
+def which(**options: Any) -> str:
+    (name,) = operators_run(lambda: call(**options))
+    return name
+
+
+def request(**changes: Any) -> Request:
+    usual = {
+        "device": torch.device("cuda"), "dtype": torch.bfloat16, "heads": 4, "heads_kv": 2, "head_dim": 64,
+        "head_dim_v": 64, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "deterministic": False,
+        "backward": True, "lse": False, "equal_lengths": True,
+    }  # fmt: skip
+    return Request(**{**usual, **changes})
+
+
+def test_every_backend_is_listed_and_usable_means_no_reasons() -> None:
+    states = {state.name: state for state in backends()}
+    assert {"native", "reference"} <= set(states)
+    assert list(states) == list(REGISTRY)
+    for state in states.values():
+        assert state.usable == (not state.reasons)
+        assert state.summary
+        assert state.usable or state.install or state.reasons
+
+
+def test_argument_wins_over_scope_and_scope_over_the_default() -> None:
+    assert which() == "native_varlen"
+    assert which(backend="reference") == "reference_varlen"
+    with use_backend("reference"):
+        assert which() == "reference_varlen"
+        assert which(backend="native") == "native_varlen"
+        with use_backend("native"):
+            assert which() == "native_varlen"
+        assert which() == "reference_varlen"
+    assert which() == "native_varlen"
+
+
+def test_scope_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), use_backend("reference"):
+        raise KeyError
+    assert which() == "native_varlen"
+
+
+def test_scope_holds_on_its_own_thread_only() -> None:
+    found = []
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: found.append(call(softcap=0.5, backend="reference") is not None))
+        thread.start()
+        thread.join()
+        refused = threading.Thread(target=lambda: found.append(_refused()))
+        refused.start()
+        refused.join()
+    assert found == [True, True]
+
+
+def _refused() -> bool:
+    """Native has no softcap on the CPU, reference has: tells which one a thread gets."""
+    try:
+        call(softcap=0.5)
+    except ValueError as error:
+        return "softcap=0.5" in str(error)
+    return False
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    for use in (lambda: call(backend="fast"), lambda: use_backend("fast").__enter__()):
+        with refuses(ValueError, "backend", "native", "reference", "'fast'"):
+            use()
+
+
+def test_named_backend_refuses_what_it_cannot_do_and_names_who_can() -> None:
+    with refuses(ValueError, "'native' cannot run", "softcap=0.5", "Backends that can", "reference"):
+        call(backend="native", softcap=0.5)
+    with use_backend("native"), refuses(ValueError, "'native' cannot run", "softcap=0.5"):
+        call(softcap=0.5)
+
+
+def test_no_backend_at_all_says_why_for_each_tried() -> None:
+    x = torch.ones(1, 3, 1, 8, device="meta")
+    with refuses(ValueError, "no backend can run this call", "native: device meta", "cpu, cuda", "none"):
+        varlen_attention(x, x, x, prepare_varlen(1, 3, 3, device="meta"))
+    ints = torch.ones(1, 3, 1, 8, dtype=torch.int64)
+    with refuses(ValueError, "native: dtype torch.int64 on cpu", "torch.float32", "none"):
+        varlen_attention(ints, ints, ints, prepare_varlen(1, 3, 3))
+
+
+@pytest.mark.parametrize(("changes", "fragment"), [
+    ({"dtype": torch.float64}, "dtype torch.float64 on cuda"),
+    ({"dtype": torch.float32, "window_size": (1, 2)}, "window_size=(1, 2) in float32"),
+    ({"dtype": torch.float32, "window_size": (-1, 2)}, "window_size=(-1, 2) in float32"),
+    ({"head_dim": 320}, "head size 320 (at most 256)"),
+    ({"head_dim_v": 264}, "head size 264 (at most 256)"),
+    ({"softcap": 1.0}, "softcap=1.0"),
+    ({"deterministic": True}, "deterministic=True"),
+])  # fmt: skip
+def test_native_record_refuses_on_cuda_what_its_kernels_lack(changes: dict[str, Any], fragment: str) -> None:
+    assert not REGISTRY["native"].reasons(request())
+    assert any(fragment in reason for reason in REGISTRY["native"].reasons(request(**changes)))
+
+
+@pytest.mark.parametrize("changes", [
+    {"dtype": torch.float32}, {"dtype": torch.float16, "head_dim": 256}, {"window_size": (1, 2)}, {"causal": True},
+    {"dtype": torch.float32, "causal": True, "window_size": (3, 0)}, {"deterministic": True, "backward": False},
+    {"lse": True}, {"equal_lengths": False, "causal": True},
+])  # fmt: skip
+def test_native_record_takes_on_cuda_what_its_kernels_have(changes: dict[str, Any]) -> None:
+    assert not REGISTRY["native"].reasons(request(**changes))
+
+
+def test_all_reasons_are_listed_at_once() -> None:
+    reasons = REGISTRY["native"].reasons(request(dtype=torch.float64, softcap=1.0))
+    assert len(reasons) >= 2
