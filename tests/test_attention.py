@@ -36,10 +36,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def skip_inexpressible(place: tuple[str, torch.dtype], options: dict[str, Any], backend: str = "native") -> None:
-    windowed = "window_size" in options and not options.get("causal")
+def skip_inexpressible(
+    place: tuple[str, torch.dtype], options: dict[str, Any], backend: str = "native", backward: bool = True
+) -> None:
+    windowed = "window_size" in options and (backward or not options.get("causal"))
     if backend == "native" and place == ("cuda", torch.float32) and windowed:
-        pytest.skip("the float32 CUDA kernel has causal left windows only, and refuses others (test_selection.py)")
+        pytest.skip("the float32 CUDA kernel refuses such windows (test_selection.py)")
 
 
 def seen_by(meta: VarlenMetadata, options: dict[str, Any]) -> torch.Tensor:
@@ -130,7 +132,8 @@ def test_case_on_lengths(name: str, backend: str, place: tuple[str, torch.dtype]
     device, dtype = place
     one = case("attention", name)
     options = {"causal": one.get("causal", False), "window_size": tuple(one.get("window_size", (-1, -1)))}
-    skip_inexpressible(place, {} if options["window_size"] == (-1, -1) else options, backend)
+    windowed = {} if options["window_size"] == (-1, -1) else options
+    skip_inexpressible(place, windowed, backend, backward=False)
     meta = VarlenMetadata.from_lengths(one["lengths_q"], one["lengths_k"], device=device)
     total = sum(one["lengths_k"])
     v = torch.arange(total, device=device, dtype=dtype)[:, None, None].expand(-1, 2, 8)
@@ -269,7 +272,10 @@ def test_wrong_tensors_are_refused_with_their_text() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True])
 def test_in_place_takes_no_more_memory_than_the_unmasked_call(backward: bool) -> None:
-    """An S x S mask (64 MiB here) or one copy of a (B, S, H, D) tensor (32 MiB) would show."""
+    """An S x S mask (64 MiB here) or one copy of a (B, S, H, D) tensor (32 MiB) would show.
+
+    The backward kernel itself takes 128 float32 rows of workspace a sequence, and in_place has five a row.
+    """
     batch, seq = 2, 8192
     mask = make_mask("right", batch, seq, device="cuda")
     metas = (
@@ -291,7 +297,8 @@ def test_in_place_takes_no_more_memory_than_the_unmasked_call(backward: bool) ->
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
         peaks.append(peak)
-    assert peaks[1] <= peaks[0] + 2**20
+    workspace = 128 * (5 - 1) * batch * 8 * 128 * 4 if backward else 0
+    assert peaks[1] <= peaks[0] + workspace + 2**19
     assert peaks[2] > peaks[0] + 2**24, "the packed copy must show, or this test cannot fail"
 
 
