@@ -1,5 +1,6 @@
 """Variable-length attention metadata that compiles, never syncs, and survives CUDA graph replay."""
 
+from . import tree as _tree  # noqa: F401  registers the pytree
 from .attention import varlen_attention as varlen_attention
 from .metadata import VarlenMetadata as VarlenMetadata
 from .packing import pack as pack

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from . import dense
 from .constructors import Constructors
@@ -188,10 +187,10 @@ class VarlenMetadata(Constructors):
         for mine, theirs, _ in pairs:
             spare = mine.cu_seqlens.shape[0] - theirs.cu_seqlens.shape[0]
             last = theirs.cu_seqlens[-1:].expand(spare)
-            mine.cu_seqlens.copy_(torch.cat([theirs.cu_seqlens, last]), non_blocking=True)
+            mine.cu_seqlens.copy_(torch.cat([theirs.cu_seqlens, last]), non_blocking=mine.cu_seqlens.is_cuda)
             for target, source in ((mine.order, theirs.order), (mine.inverse, theirs.inverse)):
                 if target is not None and source is not None:
-                    target.copy_(source, non_blocking=True)
+                    target.copy_(source, non_blocking=target.is_cuda)
         return self
 
     def to(self, device: torch.device | str) -> VarlenMetadata:
@@ -209,11 +208,14 @@ class VarlenMetadata(Constructors):
     def _map(self, function: Callable[[Tensor], Tensor]) -> VarlenMetadata:
         """The same metadata with a function applied to each of its tensors, once to one that both sides share."""
         done: dict[int, Tensor] = {}
-        leaves, context = _flatten(self)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) not in done:
-                done[id(leaf)] = function(leaf)
-        return _unflatten([done.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], context)
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                if id(value) not in done:
+                    done[id(value)] = function(value)
+                changes[field.name] = done[id(value)]
+        return dataclasses.replace(self, **changes)
 
     def flash_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `flash_attn_varlen_func`: `cu_seqlens_q` and `_k`, `max_seqlen_q` and `_k`."""
@@ -253,38 +255,3 @@ def _check_copy(mine: Side, theirs: Side, name: str) -> None:
         raise ValueError(
             f"other: only one of the two moves rows of {name!r}; prepare both from the same kind of input."
         )
-
-
-_CONTEXT = ("exact_q", "exact_k", "same_lengths", "layout")
-_LEAVES = tuple(f.name for f in dataclasses.fields(VarlenMetadata) if f.name not in _CONTEXT)
-
-
-def _flatten(meta: VarlenMetadata) -> tuple[list[Any], tuple[Any, ...]]:
-    present = tuple(name for name in _LEAVES if getattr(meta, name) is not None)
-    return [getattr(meta, name) for name in present], (present, *(getattr(meta, name) for name in _CONTEXT))
-
-
-def _flatten_with_keys(meta: VarlenMetadata) -> tuple[list[Any], tuple[Any, ...]]:
-    leaves, context = _flatten(meta)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
-
-
-def _unflatten(leaves: Any, context: tuple[Any, ...]) -> VarlenMetadata:
-    present, *rest = context
-    return VarlenMetadata(**dict(zip(present, leaves, strict=True)), **dict(zip(_CONTEXT, rest, strict=True)))
-
-
-def _context_from_json(context: list[Any]) -> tuple[Any, ...]:
-    present, *rest = context
-    return (tuple(present), *rest)
-
-
-pytree.register_pytree_node(
-    VarlenMetadata,
-    _flatten,
-    _unflatten,
-    serialized_type_name="varlen_prep.VarlenMetadata",
-    to_dumpable_context=list,
-    from_dumpable_context=_context_from_json,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
