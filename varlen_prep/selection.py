@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from .backends import AUTOMATIC, REGISTRY, Backend, Request
 
 # Read through getattr, which torch.compile guards on; a contextvar cannot be traced, a class default goes unguarded.
@@ -73,7 +75,7 @@ def find(name: str) -> Backend:
 def select(name: str | None, request: Request) -> Backend:
     """The backend for a call. A named one (argument or scope) runs or raises; it is never replaced.
 
-    Without a name the first of `AUTOMATIC` that can run the call is taken.
+    Without a name the first that can run the call is taken, in the order measured for the GPU.
     """
     name = name if name is not None else getattr(_scope, "name", None)
     if name is not None:
@@ -81,10 +83,11 @@ def select(name: str | None, request: Request) -> Backend:
         if reasons := _reasons(backend, request):
             raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. {_alternatives(request)}")
         return backend
-    for candidate in AUTOMATIC:
+    order = automatic_order(request.device.type, request.device.index)
+    for candidate in order:
         if not _reasons(REGISTRY[candidate], request):
             return REGISTRY[candidate]
-    reasons = [f"{candidate}: {'; '.join(_reasons(REGISTRY[candidate], request))}" for candidate in AUTOMATIC]
+    reasons = [f"{candidate}: {'; '.join(_reasons(REGISTRY[candidate], request))}" for candidate in order]
     raise ValueError(f"no backend can run this call. {' | '.join(reasons)}. {_alternatives(request)}")
 
 
@@ -98,8 +101,22 @@ def _missing(name: str) -> tuple[str, ...]:
     return tuple(REGISTRY[name].missing())
 
 
+def automatic_order(device_type: str, index: int | None = None) -> tuple[str, ...]:
+    """The names that `backend=None` tries on a device, best first.
+
+    Example:
+        >>> from varlen_prep.selection import automatic_order
+        >>> automatic_order("cpu")
+        ('native',)
+    """
+    if device_type != "cuda" or torch.version.hip is not None:
+        return ("native",)
+    return AUTOMATIC.get(torch.cuda.get_device_capability(index), ("native",))
+
+
 # The mark of torch.compiler.assume_constant_result, which would import the whole compiler for those who never compile.
-_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (_missing, automatic_order):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _alternatives(request: Request) -> str:

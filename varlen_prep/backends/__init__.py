@@ -16,5 +16,8 @@ from .reference import REFERENCE
 
 REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, FLASH, FLASH3, FLASH4, REFERENCE)}
 
-AUTOMATIC: tuple[str, ...] = ("native",)
-"""The order in which `backend=None` tries them."""
+AUTOMATIC: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("flash3", "flash4", "native")}
+"""The order in which `backend=None` tries them, by CUDA compute capability, as measured (`benchmarks/results/`).
+
+Where nothing was measured, on CPU too, only `native` is tried.
+"""
