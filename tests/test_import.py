@@ -8,9 +8,9 @@ OPTIONAL = (
     "flash_attn", "flash_attn_interface", "sageattention", "kernels", "diffusers", "transformers", "cudnn", "triton",
     "huggingface_hub", "safetensors", "cutlass", "torch._inductor", "torch._dynamo.eval_frame",
 )  # fmt: skip
-# What torch itself loads does not count.
+# What torch itself loads does not count: its FLOP counter imports triton where triton is installed.
 CODE = """
-import sys, torch
+import sys, torch, torch.utils.flop_counter
 before = set(sys.modules)
 {planted}
 import varlen_prep

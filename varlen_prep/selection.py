@@ -11,8 +11,19 @@ import torch
 
 from .backends import AUTOMATIC, REGISTRY, Backend, Request
 
-# Read through getattr, which torch.compile guards on; a contextvar cannot be traced, a class default goes unguarded.
-_scope = threading.local()
+
+class _Scope(threading.local):
+    """The backend of the innermost `use_backend` on this thread.
+
+    torch.compile guards on an attribute of the instance. It cannot trace a context variable, does not guard on a class
+    default, and compiles again for an attribute that appears or goes.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+
+_scope = _Scope()
 
 
 class BackendState(NamedTuple):
@@ -57,7 +68,7 @@ def use_backend(name: str) -> Iterator[None]:
         ...     pass
     """
     find(name)
-    before = getattr(_scope, "name", None)
+    before = _scope.name
     _scope.name = name
     try:
         yield
@@ -77,7 +88,7 @@ def select(name: str | None, request: Request) -> Backend:
 
     Without a name the first that can run the call is taken, in the order measured for the GPU.
     """
-    name = name if name is not None else getattr(_scope, "name", None)
+    name = name if name is not None else _scope.name
     if name is not None:
         backend = find(name)
         if reasons := _reasons(backend, request):

@@ -13,8 +13,9 @@ from .flash3 import FLASH3
 from .flash4 import FLASH4
 from .native import NATIVE
 from .reference import REFERENCE
+from .sage import SAGE
 
-REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, FLASH, FLASH3, FLASH4, REFERENCE)}
+REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, FLASH, FLASH3, FLASH4, SAGE, REFERENCE)}
 
 AUTOMATIC: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("flash3", "flash4", "native")}
 """The order in which `backend=None` tries them, by CUDA compute capability, as measured (`benchmarks/results/`).

@@ -1,0 +1,1 @@
+"""One module per framework that can use this library's attention unchanged; none is imported until asked for."""
