@@ -372,8 +372,8 @@ def test_nothing_waits_for_the_device_from_metadata_to_gradients(name: str, dtyp
     for _ in range(2):  # loads kernels, fills the caches of the allocators
         step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         dq = step()
         with pytest.raises(RuntimeError, match="synchroniz"):
             dq.sum().item()
@@ -386,8 +386,8 @@ def test_exact_maximum_is_the_one_wait_of_a_masked_forward() -> None:
     mask = make_mask("holes", 3, 16, device="cuda")
     prepare_varlen(3, 16, 16, mask)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         with pytest.raises(RuntimeError, match="synchroniz"):
             prepare_varlen(3, 16, 16, mask)
     finally:

@@ -396,7 +396,11 @@ def test_every_reason_is_given_at_once(monkeypatch: pytest.MonkeyPatch, install:
     pretend(monkeypatch, cuda=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reasons = backend.SAGE.missing()
-    assert reasons == ["package sageattention is not installed", "package triton is not installed", "no CUDA GPU"]
+    assert reasons == [
+        "package sageattention is not installed",
+        "package triton is not installed",
+        "no CUDA GPU is available",
+    ]
     monkeypatch.setitem(REGISTRY, "sage", backend.SAGE)
     (state,) = [state for state in backends() if state.name == "sage"]
     assert (state.usable, state.reasons) == (False, tuple(reasons))
@@ -404,7 +408,8 @@ def test_every_reason_is_given_at_once(monkeypatch: pytest.MonkeyPatch, install:
 
 
 @pytest.mark.parametrize(("machine", "fragment"), [
-    ({"capability": (7, 5)}, "compute capability 7.5 (it needs 8.0)"), ({"cuda": False}, "no CUDA GPU"),
+    ({"capability": (7, 5)}, "GPU compute capability 7.5 (it needs 8.0 or newer)"),
+    ({"cuda": False}, "no CUDA GPU is available"),
 ])  # fmt: skip
 def test_a_gpu_that_does_not_fit_is_a_reason(
     machine: dict[str, Any], fragment: str, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch

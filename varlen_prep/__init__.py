@@ -2,6 +2,7 @@
 
 from . import tree as _tree  # noqa: F401  registers the pytree
 from .attention import varlen_attention as varlen_attention
+from .backends.hub import load_hub_kernel as load_hub_kernel
 from .metadata import VarlenMetadata as VarlenMetadata
 from .packing import pack as pack
 from .packing import unpack as unpack
@@ -9,5 +10,14 @@ from .prepare import prepare_varlen as prepare_varlen
 from .selection import backends as backends
 from .selection import use_backend as use_backend
 
-__all__ = ["VarlenMetadata", "backends", "pack", "prepare_varlen", "unpack", "use_backend", "varlen_attention"]
+__all__ = [
+    "VarlenMetadata",
+    "backends",
+    "load_hub_kernel",
+    "pack",
+    "prepare_varlen",
+    "unpack",
+    "use_backend",
+    "varlen_attention",
+]
 __version__ = "0.1.0"

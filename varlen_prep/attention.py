@@ -5,6 +5,8 @@ B rows, S padded length, T packed rows, H heads, H_kv key heads, D head size.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -93,9 +95,14 @@ def varlen_attention(
     if request.backward:
         meta = meta.trainable()
     padded = q.ndim == 4
-    rows = _to_rows(meta, "q", chosen.finite_padding, q) + _to_rows(meta, "k", chosen.finite_padding, k, v)
+    finite, finite_backward = chosen.finite_padding, chosen.finite_padding and request.backward
+    q = _to_rows(q, meta, "q", finite_backward)
+    k = _to_rows(k, meta, "k", finite_backward)
+    v = _to_rows(v, meta, "k", finite)
     out, lse = op.operator(chosen)(
-        *rows,
+        q,
+        k,
+        v,
         meta.cu_seqlens_q,
         meta.cu_seqlens_k,
         meta.max_seqlen_q,
@@ -106,11 +113,7 @@ def varlen_attention(
         softcap,
         deterministic,
     )
-    if (
-        chosen.finite_padding
-        and meta.layout == "in_place"
-        and (drop := meta.dropped_rows("q", out.shape[0])) is not None
-    ):
+    if finite_backward and meta.layout == "in_place" and (drop := meta.dropped_rows("q", out.shape[0])) is not None:
         out = zero_gradient_rows(out, drop)
     out = _from_rows(out, meta, padded, 0.0)
     if not return_lse:
@@ -119,17 +122,19 @@ def varlen_attention(
     return out, lse.transpose(-1, -2)
 
 
-def _to_rows(meta: VarlenMetadata, side: str, finite: bool, *tensors: Tensor) -> list[Tensor]:
-    """Tensors of one side as the rows that the kernel reads, with everything it needs of rows that take no part."""
-    if tensors[0].ndim == 4:
-        tensors = tuple(pack(x, meta, side) for x in tensors)  # type: ignore[arg-type]
+def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: bool) -> Tensor:
+    """The rows that the kernel reads; with `finite`, rows that take no part are 0."""
+    if x.ndim == 4:
+        x = pack(x, meta, side)
         if meta.side(side).order is not None:
-            return list(tensors)
-    drop = meta.dropped_rows(side, tensors[0].shape[0])
-    if drop is None or (meta.layout == "in_place" and not finite):
-        return list(tensors)  # gaps are sequences: the kernel itself writes their zeros
-    clean = zero_rows if finite else zero_gradient_rows
-    return [clean(x, drop) for x in tensors]
+            return x
+    drop = meta.dropped_rows(side, x.shape[0])
+    if drop is None:
+        return x
+    if finite:
+        return zero_rows(x, drop)
+    # Gaps in place are sequences, for which the kernel itself writes zeros; a tail it never sees.
+    return x if meta.layout == "in_place" else zero_gradient_rows(x, drop)
 
 
 def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Tensor:

@@ -38,7 +38,8 @@ def define(backend: Backend) -> None:
     flops: tuple[Any, ...] = (functools.partial(_flops, 2), functools.partial(_backward_flops, 5))
     for (op, schema), kernel, fake, flop in zip(schemas.items(), kernels, fakes, flops, strict=True):
         torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(op, "CompositeExplicitAutograd", kernel)
+        # Not to be traced into, where an operator is called from a frame that runs eagerly after a graph break.
+        torch.library.impl(op, "CompositeExplicitAutograd", torch._disable_dynamo(kernel))
         torch.library.register_fake(op, fake)
         torch.library.register_vmap(op, functools.partial(_refuse_vmap, op))
         register_flop_formula(_packet(op), get_raw=True)(flop)
@@ -69,6 +70,11 @@ def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
         out, lse = _fake_forward(q, k, v)
         return out.zero_(), lse.fill_(-torch.inf)
     out, lse = backend.forward(q, k, v, args)
+    if lse.shape != (q.shape[1], q.shape[0]):
+        raise RuntimeError(
+            f"backend {backend.name!r}: expected a log-sum-exp (heads, total_q) = {(q.shape[1], q.shape[0])}, got "
+            f"{tuple(lse.shape)}; this release of its package is not one that varlen_prep knows."
+        )
     return out.contiguous(), lse.contiguous()
 
 

@@ -178,8 +178,10 @@ def _from_host_offsets(
 
 def _to_device(offsets: list[int], device: torch.device | None) -> Tensor:
     """int32 offsets on the device; to a GPU through pinned memory, because a copy from pageable memory syncs."""
-    device = torch.device(device) if device is not None else torch.get_default_device()
-    if device.type != "cuda" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return torch.tensor(offsets, dtype=torch.int32, device=device)
+    device = device if device is not None else torch.get_default_device()
+    if device.type != "cuda":
         return torch.tensor(offsets, dtype=torch.int32, device=device)
     return torch.tensor(offsets, dtype=torch.int32, device="cpu", pin_memory=True).to(device, non_blocking=True)
 

@@ -11,14 +11,16 @@ from ._record import Request as Request
 from .flash import FLASH
 from .flash3 import FLASH3
 from .flash4 import FLASH4
+from .hub import FLASH3_HUB, FLASH4_HUB, FLASH_HUB, SAGE_HUB
 from .native import NATIVE
 from .reference import REFERENCE
 from .sage import SAGE
 
-REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (NATIVE, FLASH, FLASH3, FLASH4, SAGE, REFERENCE)}
+_BACKENDS = (NATIVE, FLASH, FLASH3, FLASH4, SAGE, FLASH_HUB, FLASH3_HUB, FLASH4_HUB, SAGE_HUB, REFERENCE)
+REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BACKENDS}
 
 AUTOMATIC: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("flash3", "flash4", "native")}
 """The order in which `backend=None` tries them, by CUDA compute capability, as measured (`benchmarks/results/`).
 
-Where nothing was measured, on CPU too, only `native` is tried.
+Where nothing was measured, on CPU too, only `native` is tried. Hub kernels are never tried: they may be downloaded.
 """

@@ -81,7 +81,8 @@ class Backend:
     bottom_right: bool = True
     """Aligns causal masks to the bottom-right corner; False: to the top-left, right only where lengths agree."""
     finite_padding: bool = False
-    """Rows that take no part must be finite: the kernel lets NaN in them reach rows that do."""
+    """Rows that take no part must be finite, because the kernel lets NaN in them reach rows that do: those of v in the
+    forward pass (0 times NaN), those of q, k, v and dout in the backward pass."""
     captures: bool = True
     """Its calls can be captured in a CUDA graph."""
 

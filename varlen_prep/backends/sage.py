@@ -25,19 +25,18 @@ dtype. Both kernels address int32 elements within a sequence; longer ones are re
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
-import importlib.util
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from .._checks import INT32_MAX
+from . import _machine
 from ._record import Arguments, Backend, Request
+from ._sage_kernels import Kernels, find_kernels
 
 # Rows that share one scale: fixed in the attention kernels.
 _BLOCK_Q, _BLOCK_K = 128, 64
@@ -45,25 +44,6 @@ _BLOCK_Q, _BLOCK_K = 128, 64
 _LOG2_E = 1.44269504
 # A grid has 65535 places, and `_share` takes two for each.
 _MAX_SEQUENCES = 32767
-_QUANTIZE = (
-    "Input Output Scale cu_seqlens_input cu_seqlens_scale stride_ih stride_in stride_oh stride_on sm_scale H C BLK"
-)
-_ATTEND = (
-    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q q_scale k_scale cu_seqlens_q_scale cu_seqlens_k_scale output_dtype"
-)
-
-
-class Kernels(NamedTuple):
-    """The pieces of the package that are used."""
-
-    quantize: Any
-    """Triton kernel (rows, int8 rows, scales, offsets, offsets of scales, strides, factor, ...)."""
-    attend: Callable[..., Tensor]
-    """(int8 q, int8 k, float16 v, offsets, maximum, scales, offsets of scales, output_dtype) -> out."""
-    attend_causal: Callable[..., Tensor]
-    """The same, aligned to the top-left corner."""
-    counts_lanes: bool
-    """`attend` counts the lanes past the last key, up to a multiple of 64, as keys of logit 0."""
 
 
 class _Side(NamedTuple):
@@ -77,10 +57,11 @@ class _Side(NamedTuple):
     """int64 (N + 1,): the first scale of each sequence."""
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+def forward(load: Callable[[], Kernels], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """`load` gives the kernels."""
     # Triton launches on the current device.
     with torch.cuda.device_of(q):
-        out = attend(_load(), q, k, v, args)
+        out = attend(load(), q, k, v, args)
     # The kernels have no LSE. +inf, which no query has, spoils every use of it; opcheck takes two NaN for a difference.
     return out, q.new_full((q.shape[1], q.shape[0]), torch.inf, dtype=torch.float32)
 
@@ -223,58 +204,20 @@ def _spans(begin: Tensor, end: Tensor) -> Tensor:
 
 @functools.cache
 def _load() -> Kernels:
-    """The kernels of the installed package.
-
-    Raises:
-        RuntimeError: they are not where 1.0.6, 2.0.1 and 2.2.0 have them.
-    """
+    """The kernels of the installed package."""
     version = importlib.metadata.version("sageattention")
-    home = "sageattention" if version.startswith("1.") else "sageattention.triton"
-    quantize = _find(version, f"{home}.quant_per_block_varlen", "quant_per_block_int8_kernel", _QUANTIZE)
-    attend = _find(version, f"{home}.attn_qk_int8_block_varlen", "forward", _ATTEND)
-    attend_causal = _find(version, f"{home}.attn_qk_int8_per_block_causal_varlen", "forward", _ATTEND)
-    # 2.2.0 was the version for weeks before the line that hides the lanes: read the source. A needless correction
-    # costs time, a missing one is wrong.
-    source = inspect.getsource(importlib.import_module(f"{home}.attn_qk_int8_block_varlen"))
-    return Kernels(quantize, attend, attend_causal, "tl.where(k_mask, 0, float('-inf'))" not in source)
-
-
-def _find(version: str, module: str, name: str, parameters: str) -> Any:
-    """A kernel (a Triton one keeps its function in `fn`) with exactly these parameters."""
-    try:
-        found = getattr(importlib.import_module(module), name)
-        got = " ".join(inspect.signature(getattr(found, "fn", found)).parameters)
-    except (ModuleNotFoundError, AttributeError) as error:
-        found, got = None, str(error)
-    if got != parameters:
-        raise RuntimeError(
-            f"sageattention {version}: expected {module}.{name}({', '.join(parameters.split())}), found {got}; install "
-            "1.0.6, 2.0.1 or 2.2.0, or choose another backend."
-        )
-    return found
+    return find_kernels("sageattention" if version.startswith("1.") else "sageattention.triton", version)
 
 
 @functools.cache
 def _reasons() -> tuple[str, ...]:
-    reasons = [f"package {name} is not installed" for name in ("sageattention", "triton") if not _installed(name)]
-    if _installed("sageattention"):
-        try:
-            version = importlib.metadata.version("sageattention")
-        except importlib.metadata.PackageNotFoundError:
-            version = "of unknown version (it has no metadata)"
+    packages = ("sageattention", "triton")
+    reasons = [f"package {name} is not installed" for name in packages if not _machine.has_module(name)]
+    if _machine.has_module("sageattention"):
+        version = _machine.version("sageattention") or "of unknown version (it has no metadata)"
         if version.split(".")[0] not in ("1", "2"):
             reasons.append(f"sageattention {version}: only 1.x and 2.x are known")
-    if torch.version.hip is not None:
-        reasons.append("ROCm (its kernels are known to be right on NVIDIA GPUs only)")
-    elif not torch.cuda.is_available():
-        reasons.append("no CUDA GPU")
-    elif (capability := torch.cuda.get_device_capability()) < (8, 0):
-        reasons.append(f"compute capability {capability[0]}.{capability[1]} (it needs 8.0)")
-    return tuple(reasons)
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    return (*reasons, *_machine.gpu_reasons((8, 0)))
 
 
 def _missing() -> list[str]:
@@ -289,7 +232,7 @@ def _refuse(request: Request) -> list[str]:
 SAGE = Backend(
     name="sage",
     op="sage_attn_varlen",
-    forward=_forward,
+    forward=functools.partial(forward, lambda: _load()),
     backward=None,
     dtypes={"cuda": (torch.float16, torch.bfloat16)},
     summary="SageAttention 1.x and 2.x: int8 scores, forward only, about 1e-2 from exact",
