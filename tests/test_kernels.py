@@ -26,7 +26,12 @@ import varlen_prep
 from varlen_prep import VarlenMetadata, prepare_varlen, varlen_attention
 from varlen_prep.backends import REGISTRY
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_compiler"),
+    # The packages' own.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 HALF = (torch.bfloat16, torch.float16)
 # Sage quantises q and k to int8.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}

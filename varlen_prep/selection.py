@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
+_complete: set[Callable[[], list[str]]] = set()
 
 
 class BackendState(NamedTuple):
@@ -108,8 +109,17 @@ def _reasons(backend: Backend, request: Request) -> list[str]:
 
 
 def _missing(name: str) -> tuple[str, ...]:
-    """What the machine lacks for a backend; looking for packages cannot be traced, so tracing takes the answer."""
-    return tuple(REGISTRY[name].missing())
+    """What the machine lacks for a backend; looking for packages cannot be traced, so tracing takes the answer.
+
+    A machine that has everything keeps it, so only a lack is looked for again (the look costs about as much as a call).
+    """
+    missing = REGISTRY[name].missing
+    if missing in _complete:
+        return ()
+    reasons = tuple(missing())
+    if not reasons:
+        _complete.add(missing)
+    return reasons
 
 
 def automatic_order(device_type: str, index: int | None = None) -> tuple[str, ...]:
