@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import dense
 from .constructors import Constructors
-from .offsets import Side
+from .offsets import Side, check_rewritable
 
 Layout = Literal["uniform", "packed", "in_place"]
 
@@ -183,7 +183,7 @@ class VarlenMetadata(Constructors):
             raise ValueError("other: expected masks on the same sides in the in_place layout; capture once for each.")
         pairs = [(self.side(name), other.side(name), name) for name in ("q", "k")]
         for mine, theirs, name in pairs:
-            _check_copy(mine, theirs, name)
+            check_rewritable(mine, theirs, name)
         for mine, theirs, _ in pairs:
             spare = mine.cu_seqlens.shape[0] - theirs.cu_seqlens.shape[0]
             last = theirs.cu_seqlens[-1:].expand(spare)
@@ -230,28 +230,3 @@ class VarlenMetadata(Constructors):
             "max_length_q": self.max_seqlen_q,
             "max_length_k": self.max_seqlen_k,
         }
-
-
-def _check_copy(mine: Side, theirs: Side, name: str) -> None:
-    have, need = mine.cu_seqlens.shape[0] - 1, theirs.cu_seqlens.shape[0] - 1
-    if need > have:
-        raise ValueError(f"other: expected at most {have} sequences (the capacity), got {need} for {name!r}; raise it.")
-    if theirs.max_seqlen > mine.max_seqlen:
-        raise ValueError(
-            f"other: max_seqlen_{name} is {theirs.max_seqlen}, more than the {mine.max_seqlen} of this metadata; "
-            "prepare it with a larger bound."
-        )
-    if mine.exact and mine.max_seqlen != theirs.max_seqlen:
-        raise ValueError(
-            f"other: max_seqlen_{name} of this metadata is the exact {mine.max_seqlen}, which would no longer hold; "
-            f"prepare it with a bound (max_seqlen_{name}=...)."
-        )
-    if mine.total is not None and mine.total != theirs.total:
-        raise ValueError(
-            f"other: all {mine.total} rows of {name!r} are known to take part here, which would no longer hold; "
-            "prepare this metadata with capacity= or a mask."
-        )
-    if (mine.order is None) != (theirs.order is None):
-        raise ValueError(
-            f"other: only one of the two moves rows of {name!r}; prepare both from the same kind of input."
-        )

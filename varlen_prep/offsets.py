@@ -127,3 +127,29 @@ def _run(name: str, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "use layout='packed'.",
     )
     return zero, start, end
+
+
+def check_rewritable(mine: Side, theirs: Side, name: str) -> None:
+    """Whether `theirs` can be written over `mine`, whose host values stay: a `ValueError` says why not."""
+    have, need = mine.cu_seqlens.shape[0] - 1, theirs.cu_seqlens.shape[0] - 1
+    if need > have:
+        raise ValueError(f"other: expected at most {have} sequences (the capacity), got {need} for {name!r}; raise it.")
+    if theirs.max_seqlen > mine.max_seqlen:
+        raise ValueError(
+            f"other: max_seqlen_{name} is {theirs.max_seqlen}, more than the {mine.max_seqlen} of this metadata; "
+            "prepare it with a larger bound."
+        )
+    if mine.exact and mine.max_seqlen != theirs.max_seqlen:
+        raise ValueError(
+            f"other: max_seqlen_{name} of this metadata is the exact {mine.max_seqlen}, which would no longer hold; "
+            f"prepare it with a bound (max_seqlen_{name}=...)."
+        )
+    if mine.total is not None and mine.total != theirs.total:
+        raise ValueError(
+            f"other: all {mine.total} rows of {name!r} are known to take part here, which would no longer hold; "
+            "prepare this metadata with capacity= or a mask."
+        )
+    if (mine.order is None) != (theirs.order is None):
+        raise ValueError(
+            f"other: only one of the two moves rows of {name!r}; prepare both from the same kind of input."
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import dense
-from . import _fa2
+from . import _fa2, _family
 from ._record import Arguments, Request
 
 _aten = torch.ops.aten
@@ -31,8 +31,8 @@ def refuse(request: Request) -> list[str]:
             found.append(
                 "gradients with a window in float32 where query and key lengths may differ (its kernel gets them wrong)"
             )
-    elif max(request.head_dim, request.head_dim_v) > 256:
-        found.append(f"head size {max(request.head_dim, request.head_dim_v)} (at most 256)")
+    else:
+        found += _family.refuse_head_size(request)
     return found
 
 
@@ -48,20 +48,20 @@ def backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    rows = _fa2.one_size(q, k, v)
+    rows = _family.one_size(q, k, v)
     out, lse, *_ = _aten._flash_attention_forward(*rows, *_flash_lengths(args), False, **_flash_options(args))
-    return out[..., : v.shape[-1]], _fa2.contract_lse(lse)
+    return out[..., : v.shape[-1]], _family.contract_lse(lse)
 
 
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, *rows = _fa2.one_size(dout, q, k, v, out)
+    dout, *rows = _family.one_size(dout, q, k, v, out)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
     grads = _aten._flash_attention_backward(
-        dout.contiguous(), *rows, _fa2.kernel_lse(lse), *_flash_lengths(args), unused, unused, **_flash_options(args)
+        dout.contiguous(), *rows, _family.kernel_lse(lse), *_flash_lengths(args), unused, unused, **_flash_options(args)
     )
-    return _fa2.cut(grads, q, k, v)
+    return _family.cut(grads, q, k, v)
 
 
 def _flash_lengths(args: Arguments) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ def _flash_options(args: Arguments) -> dict[str, Any]:
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     args = _without_hidden_queries(args)
-    rows = _repeat_heads(q.shape[1], *_fa2.one_size(q, k, v, multiple=4))
+    rows = _repeat_heads(q.shape[1], *_family.one_size(q, k, v, multiple=4))
     out, lse, *_ = _aten._efficient_attention_forward(
         *rows, None, *_efficient_lengths(args), 0.0, 2 if args.causal else 0, True, **_efficient_options(args)
     )
@@ -100,7 +100,7 @@ def _efficient_backward(
     sequences, longest = args.cu_seqlens_q.shape[0] - 1, -(-args.max_seqlen_q // 32) * 32
     by_sequence = lse.new_full((sequences + 1, q.shape[1], longest), torch.inf)
     by_sequence[torch.where(at.valid, at.sequence, sequences), :, at.position] = lse.masked_fill(~seen, torch.inf).T
-    q_, k_, v_, out_, dout_ = _repeat_heads(q.shape[1], *_fa2.one_size(q, k, v, out, dout, multiple=4))
+    q_, k_, v_, out_, dout_ = _repeat_heads(q.shape[1], *_family.one_size(q, k, v, out, dout, multiple=4))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
     dq, dk, dv, _ = _aten._efficient_attention_backward(
         dout_.contiguous(), q_, k_, v_, None, out_.contiguous(), *_efficient_lengths(args),
@@ -108,7 +108,7 @@ def _efficient_backward(
     )  # fmt: skip
     dq = dq[0].masked_fill(~seen[:, None, None], 0)
     dk, dv = (x[0].unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    return _fa2.cut((dq, dk, dv), q, k, v)
+    return _family.cut((dq, dk, dv), q, k, v)
 
 
 def _efficient_lengths(args: Arguments) -> tuple[Tensor, Tensor, int, int]:

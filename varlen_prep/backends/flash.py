@@ -13,19 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fa2, _machine
+from . import _fa2, _family, _machine
 from ._calls import call, find
-from ._record import Arguments, Backend, Request
-
-HALF = (torch.float16, torch.bfloat16)
+from ._record import Arguments, Backend
 
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
     function = find(module(), "_flash_attn_varlen_forward", "flash_attn_interface._flash_attn_varlen_forward")
-    rows = dict(zip("qkv", _fa2.one_size(q, k, v), strict=True))
+    rows = _family.rows("q k v", q, k, v)
     out, lse, *_ = call(function, {"softcap": (args.softcap, 0.0)}, **rows, **_shared(args))
-    return out[..., : v.shape[-1]], _fa2.contract_lse(lse)
+    return out[..., : v.shape[-1]], _family.contract_lse(lse)
 
 
 def backward(
@@ -39,18 +37,18 @@ def backward(
     args: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = find(module(), "_flash_attn_varlen_backward", "flash_attn_interface._flash_attn_varlen_backward")
-    rows = dict(zip(("dout", "q", "k", "v", "out"), _fa2.one_size(dout, q, k, v, out), strict=True))
+    rows = _family.rows("dout q k v out", dout, q, k, v, out)
     grads = {f"d{name}": torch.empty_like(rows[name]) for name in "qkv"}
     call(
         function,
         {"softcap": (args.softcap, 0.0), "deterministic": (args.deterministic, False)},
         **rows,
         **grads,
-        softmax_lse=_fa2.kernel_lse(lse),
+        softmax_lse=_family.kernel_lse(lse),
         alibi_slopes=None,
         **_shared(args),
     )
-    return _fa2.cut(tuple(grads.values()), q, k, v)
+    return _family.cut(tuple(grads.values()), q, k, v)
 
 
 def _shared(args: Arguments) -> dict[str, Any]:
@@ -62,11 +60,6 @@ def _shared(args: Arguments) -> dict[str, Any]:
         "softmax_scale": args.softmax_scale,
         "causal": args.causal,
     }
-
-
-def refuse(request: Request) -> list[str]:
-    size = max(request.head_dim, request.head_dim_v)
-    return [f"head size {size} (at most 256)"] if size > 256 else []
 
 
 def _module() -> Any:
@@ -87,10 +80,10 @@ FLASH = Backend(
     op="flash_attn_2_varlen",
     forward=functools.partial(forward, _module),
     backward=functools.partial(backward, _module),
-    dtypes={"cuda": HALF},
+    dtypes={"cuda": _family.HALF},
     summary="flash-attn 2: Ampere and newer",
     install="pip install flash-attn --no-build-isolation",
     missing=_missing,
-    refuse=refuse,
+    refuse=_family.refuse_head_size,
     softcap=True,
 )

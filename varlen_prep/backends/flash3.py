@@ -13,26 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fa2, _machine
+from . import _family, _machine
 from ._calls import call, find, has
-from ._record import Arguments, Backend, Request
-from .flash import HALF
+from ._record import Arguments, Backend
 
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
     function = find(module(), "flash_attn_varlen_func", "flash_attn_interface.flash_attn_varlen_func")
-    rows = dict(zip("qkv", _fa2.one_size(q, k, v), strict=True))
+    rows = _family.rows("q k v", q, k, v)
     # Releases differ: some always return (out, lse), others only when asked.
     asked = {"return_lse": (True, True)}
-    result = call(function, {**_options(function, args), **asked}, **rows, **_shared(args))
+    result = call(function, {**_options(function, args), **asked}, **rows, **_family.arguments(args))
     if not isinstance(result, (tuple, list)):
         raise RuntimeError(
             "flash_attn_interface.flash_attn_varlen_func returned no log-sum-exp, which the backward pass needs; "
             "update flash-attn 3."
         )
     out, lse = result[:2]
-    return out[..., : v.shape[-1]], _fa2.contract_lse(lse)
+    return out[..., : v.shape[-1]], _family.contract_lse(lse)
 
 
 def backward(
@@ -46,19 +45,14 @@ def backward(
     args: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = find(module(), "_flash_attn_backward", "flash_attn_interface._flash_attn_backward")
-    rows = dict(zip(("dout", "q", "k", "v", "out"), _fa2.one_size(dout, q, k, v, out), strict=True))
+    rows = _family.rows("dout q k v out", dout, q, k, v, out)
     grads = {f"d{name}": torch.empty_like(rows[name]) for name in "qkv"}
     options = {**_options(function, args), "deterministic": (args.deterministic, False)}
     # The unused lengths are spelled `sequed` in some releases.
     for name in ("seqused_q", "seqused_k", "sequed_q", "sequed_k"):
         options[name] = (None, None)
-    call(function, options, **rows, **grads, softmax_lse=_fa2.kernel_lse(lse), **_shared(args))
-    return _fa2.cut(tuple(grads.values()), q, k, v)
-
-
-def _shared(args: Arguments) -> dict[str, Any]:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
-    return {name: getattr(args, name) for name in names}
+    call(function, options, **rows, **grads, softmax_lse=_family.kernel_lse(lse), **_family.arguments(args))
+    return _family.cut(tuple(grads.values()), q, k, v)
 
 
 def _options(function: Callable[..., Any], args: Arguments) -> dict[str, tuple[Any, Any]]:
@@ -67,11 +61,6 @@ def _options(function: Callable[..., Any], args: Arguments) -> dict[str, tuple[A
     if has(function, "window_size_left"):
         return {**options, "window_size_left": (left, -1), "window_size_right": (right, -1)}
     return {**options, "window_size": ((left, right), (-1, -1))}
-
-
-def refuse(request: Request) -> list[str]:
-    size = max(request.head_dim, request.head_dim_v)
-    return [f"head size {size} (at most 256)"] if size > 256 else []
 
 
 def _module() -> Any:
@@ -90,11 +79,11 @@ FLASH3 = Backend(
     op="flash_attn_3_varlen",
     forward=functools.partial(forward, _module),
     backward=functools.partial(backward, _module),
-    dtypes={"cuda": HALF},
+    dtypes={"cuda": _family.HALF},
     summary="flash-attn 3: Hopper",
     install="build flash-attention's hopper folder from source, or use flash3_hub",
     missing=_missing,
-    refuse=refuse,
+    refuse=_family.refuse_head_size,
     softcap=True,
     finite_padding=True,
 )

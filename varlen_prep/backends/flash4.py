@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _fa2, _machine
+from . import _family, _machine
 from ._calls import call, find
 from ._record import Arguments, Backend, Request
-from .flash import HALF
 
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
     function = find(module(), "flash_attn_varlen_func", "interface.flash_attn_varlen_func")
-    rows = dict(zip("qkv", _fa2.one_size(q, k, v), strict=True))
+    rows = _family.rows("q k v", q, k, v)
     window = _window(args)
     # By keyword only: the fourth positional argument is qv. Without gradients lse comes only when asked for.
     out, lse, *_ = call(
@@ -31,9 +30,9 @@ def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Ar
         {"softcap": (args.softcap, 0.0), "window_size": (window, (None, None))},
         return_lse=True,
         **rows,
-        **_shared(args),
+        **_family.arguments(args),
     )
-    return out[..., : v.shape[-1]], _fa2.contract_lse(lse)
+    return out[..., : v.shape[-1]], _family.contract_lse(lse)
 
 
 def backward(
@@ -47,7 +46,7 @@ def backward(
     args: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = find(module(), "interface._flash_attn_bwd", "_flash_attn_bwd")
-    rows = dict(zip(("dout", "q", "k", "v", "out"), _fa2.one_size(dout, q, k, v, out), strict=True))
+    rows = _family.rows("dout q k v out", dout, q, k, v, out)
     left, right = _window(args)
     options = {
         "softcap": (args.softcap, 0.0),
@@ -55,13 +54,8 @@ def backward(
         "window_size_right": (right, None),
         "deterministic": (args.deterministic, False),
     }
-    dq, dk, dv, *_ = call(function, options, **rows, lse=_fa2.kernel_lse(lse), **_shared(args))
-    return _fa2.cut((dq, dk, dv), q, k, v)
-
-
-def _shared(args: Arguments) -> dict[str, Any]:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
-    return {name: getattr(args, name) for name in names}
+    dq, dk, dv, *_ = call(function, options, **rows, lse=_family.kernel_lse(lse), **_family.arguments(args))
+    return _family.cut((dq, dk, dv), q, k, v)
 
 
 def _window(args: Arguments) -> tuple[int | None, int | None]:
@@ -73,9 +67,7 @@ def _window(args: Arguments) -> tuple[int | None, int | None]:
 def refuse(request: Request) -> list[str]:
     if request.device.type != "cuda":
         return []
-    size = max(request.head_dim, request.head_dim_v)
-    most = 256 if torch.cuda.get_device_capability(request.device)[0] == 9 else 128
-    return [f"head size {size} (at most {most} on this GPU)"] if size > most else []
+    return _family.refuse_head_size(request, 256 if torch.cuda.get_device_capability(request.device)[0] == 9 else 128)
 
 
 def _module() -> Any:
@@ -94,7 +86,7 @@ FLASH4 = Backend(
     op="flash_attn_4_varlen",
     forward=functools.partial(forward, _module),
     backward=functools.partial(backward, _module),
-    dtypes={"cuda": HALF},
+    dtypes={"cuda": _family.HALF},
     summary="flash-attn 4: Hopper and Blackwell, compiled at the first call",
     install="pip install --pre flash-attn-4",
     missing=_missing,

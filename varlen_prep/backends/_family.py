@@ -1,0 +1,55 @@
+"""What the kernels of the flash-attention family share, torch's own among them: dtypes, head sizes, signs of the LSE.
+
+T packed rows, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ._record import Arguments, Request
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def arguments(args: Arguments) -> dict[str, Any]:
+    """The keywords that flash-attn 3 and 4 take under the same names."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+    return {name: getattr(args, name) for name in names}
+
+
+def refuse_head_size(request: Request, most: int = 256) -> list[str]:
+    size = max(request.head_dim, request.head_dim_v)
+    return [f"head size {size} (at most {most})"] if size > most else []
+
+
+def rows(names: str, *tensors: Tensor) -> dict[str, Tensor]:
+    """Tensors by name ("q k v"), with one head size."""
+    return dict(zip(names.split(), one_size(*tensors), strict=True))
+
+
+def contract_lse(lse: Tensor) -> Tensor:
+    """In place: the kernel marks a query without keys by +inf, the contract by -inf."""
+    return lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def kernel_lse(lse: Tensor) -> Tensor:
+    """The way back: with -inf, exp(score - lse) would be infinite."""
+    return lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
+
+
+def one_size(*tensors: Tensor, multiple: int = 8) -> list[Tensor]:
+    """All head sizes padded with zeros, which change nothing, to one that the kernel takes, elements side by side."""
+    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    wide = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
+
+
+def cut(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients back to the head sizes of q, k and v."""
+    dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, like, strict=True))
+    return dq, dk, dv
