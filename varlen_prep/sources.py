@@ -108,7 +108,6 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
 
     exact = False
     if capacity is not None:
-        checks.check_size("capacity", capacity)
         checks.require(documents[-1] <= capacity, "capacity: there are more documents than the capacity; raise it.")
     elif bound is None and not torch.compiler.is_compiling():
         read = torch.stack([documents[-1], longest()])
