@@ -67,6 +67,8 @@ def calls_for(
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, medians of {RUNS} in microseconds\n")
     rows = []
     for title, shape in SHAPES.items():

@@ -160,6 +160,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tail", type=int, default=70, help="rows past the last offset")
     tail = parser.parse_args().tail

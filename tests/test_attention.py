@@ -258,8 +258,8 @@ def test_wrong_tensors_are_refused_with_their_text() -> None:
         (TypeError, "one dtype", "torch.float32", "torch.float64", "cast"): (q.float(), k, v),
         (ValueError, "(batch, seq, heads, head_dim)", "(rows, heads, head_dim)"): (q[None], k[None], v[None]),
         (ValueError, "same rows and heads", "(2, 6, 2, 8)"): (q, k, v[:, :6]),
-        (ValueError, "q", "metadata describes (2, 5)", "(2, 4)"): (q[:, :4], k, v),
-        (ValueError, "k", "metadata describes (2, 7)", "(2, 6)"): (q, k[:, :6], v[:, :6]),
+        (ValueError, "q", "metadata describes (2, 5)", "(2, 4, 4, 8)"): (q[:, :4], k, v),
+        (ValueError, "k", "metadata describes (2, 7)", "(2, 6, 2, 8)"): (q, k[:, :6], v[:, :6]),
         (ValueError, "one device", "meta", "device=q.device", "meta.to(q.device)"): (q.to("meta"), k, v),
     }
     for error, tensors in wrong.items():
@@ -308,3 +308,25 @@ def test_tolerances_are_far_below_the_values() -> None:
     meta = VarlenMetadata.from_lengths([3, 2])
     right, wrong = oracle(inputs, meta.materialize()), oracle(inputs, meta.materialize(causal=True))
     assert (right.out - wrong.out).abs().max() > 10 * max(TOLERANCE.values())
+
+
+@pytest.mark.parametrize(("options", "kind", "fragments"), [
+    ({"softmax_scale": torch.tensor(0.3)}, TypeError, ["softmax_scale", "a number, got a tensor", "scale q"]),
+    ({"softcap": torch.tensor(5.0)}, TypeError, ["softcap", "a number, got a tensor"]),
+    ({"window_size": 4}, ValueError, ["window_size", "(left, right)", "got 4"]),
+    ({"window_size": (-2, 0)}, ValueError, ["window_size", "-1 (no bound)", "(-2, 0)"]),
+])  # fmt: skip
+def test_options_of_the_wrong_kind_are_refused(options: dict[str, Any], kind: type, fragments: list[str]) -> None:
+    q = random(5, 2, 8)
+    with refuses(kind, *fragments):
+        varlen_attention(q, q, q, VarlenMetadata.from_lengths([5]), **options)
+
+
+def test_tensors_and_metadata_that_do_not_fit_say_what_to_do() -> None:
+    x, packed, padded = random(1, 5, 2, 8), VarlenMetadata.from_lengths([5]), prepare_varlen(1, 5, 5)
+    with refuses(ValueError, "q: ", "(rows, heads, head_dim)", "(1, 5, 2, 8)", "q.flatten(0, 1)"):
+        varlen_attention(x, x, x, packed)
+    with refuses(ValueError, "q: ", "(1, 5)", "(1, 2, 5, 8)", "heads come after rows"):
+        varlen_attention(*[x.transpose(1, 2)] * 3, padded)
+    with refuses(TypeError, "meta: ", "VarlenMetadata", "NoneType", "prepare_varlen"):
+        varlen_attention(x, x, x, None)  # type: ignore[arg-type]

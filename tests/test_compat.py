@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from varlen_prep import compat
 
@@ -77,6 +78,20 @@ def test_the_fixed_size_form_reads_nothing_when_compiled():
         assert torch.equal(run(hidden, mask), compat.unpad_input(hidden, mask, fixed_size=True)[0])
     assert len(graphs) == 1
     assert not [node for node in graphs[0].graph.nodes if str(node.target) in ("item", "tolist", "nonzero")]
+
+
+def test_the_drop_in_with_its_defaults_is_one_graph_and_equals_eager():
+    def block(hidden, mask):
+        rows, indices, cu_seqlens, longest, _ = compat.unpad_input(hidden, mask)
+        out = compat.flash_attn_varlen_func(rows, rows, rows, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        return compat.pad_input(out, indices, *mask.shape)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for batch, seq in ((3, 5), (4, 7), (6, 9)):
+        hidden, mask = torch.randn(batch, seq, 2, 8), torch.rand(batch, seq) > 0.3
+        torch.testing.assert_close(compiled(hidden, mask), block(hidden, mask))
+    assert counter.frame_count == 1
 
 
 def test_empty_input_round_trips():

@@ -392,3 +392,15 @@ def test_exact_maximum_is_the_one_wait_of_a_masked_forward() -> None:
             prepare_varlen(3, 16, 16, mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_host_lengths_as_an_argument_of_compiled_code_are_one_graph() -> None:
+    def function(q: Tensor, lengths: list[int]) -> Tensor:
+        return varlen_attention(q, q, q, VarlenMetadata.from_lengths(lengths), causal=True)
+
+    recorder = Recorder()
+    compiled = torch.compile(function, backend=recorder, fullgraph=True, dynamic=True)
+    for lengths in ([3, 5, 2], [4, 6, 7], [9, 2, 6]):
+        q = random(sum(lengths), 2, 8)
+        assert_bit_equal(compiled(q, lengths), function(q, lengths))
+    assert recorder.compiles == 1

@@ -30,10 +30,10 @@ def require(condition: Tensor, message: str) -> None:
 def check_size(name: str, value: Any) -> None:
     """A size or a maximum is a host int (a SymInt while tracing), never a tensor, and not negative."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(
-            f"{name}: expected a host int, got {type(value).__name__}; give a bound that is known on the host, "
-            "or read the tensor once with int(...)."
-        )
+        advice = "give a bound that is known on the host, or read it once with int(...)"
+        if not isinstance(value, Tensor):
+            advice = "convert it with int(...)"
+        raise TypeError(f"{name}: expected a host int, got {type(value).__name__}; {advice}.")
     if value < 0:
         raise ValueError(f"{name}: expected an int >= 0, got {value}.")
 

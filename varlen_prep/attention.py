@@ -68,8 +68,8 @@ def varlen_attention(
         [1.0, 1.0, 1.0]
     """
     _check_tensors(q, k, v, meta)
-    window_size = (int(window_size[0]), int(window_size[1]))
-    aligned = causal or window_size != (-1, -1)
+    _check_options(window_size, softmax_scale, softcap)
+    aligned = causal or tuple(window_size) != (-1, -1)
     if aligned and _queries_unstated(meta):
         raise ValueError(
             "causal=True or window_size= with a key mask aligns queries to keys: say which queries take part. "
@@ -84,7 +84,7 @@ def varlen_attention(
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
         causal=causal,
-        window_size=window_size,
+        window_size=(window_size[0], window_size[1]),
         softcap=softcap,
         deterministic=deterministic,
         backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
@@ -152,7 +152,22 @@ def _queries_unstated(meta: VarlenMetadata) -> bool:
     return meta.batch is not None and meta.total_k is None and meta.total_q is not None
 
 
+def _check_options(window_size: tuple[int, int], softmax_scale: float | None, softcap: float) -> None:
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"{name}: expected a number, got a tensor, which would be read from the device and get no gradient; "
+                "scale q instead."
+            )
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or min(window_size) < -1:
+        raise ValueError(
+            f"window_size: expected (left, right), each -1 (no bound) or the number of neighbours, got {window_size}."
+        )
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> None:
+    if not isinstance(meta, VarlenMetadata):
+        raise TypeError(f"meta: expected VarlenMetadata, got {type(meta).__name__}; make it with prepare_varlen.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them.")
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
@@ -173,12 +188,18 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Non
             "prepare with device=q.device or call meta.to(q.device)."
         )
     for name, x, total in (("q", q, meta.total_q), ("k", k, meta.total_k)):
-        if x.ndim == 4 or meta.batch is not None:
+        if meta.batch is not None:
             batch, seq = meta.padded_shape(name)
             expected = (batch, seq) if x.ndim == 4 else (batch * seq,)
             if x.shape[:-2] != expected:
                 raise ValueError(
-                    f"{name}: the metadata describes {expected} rows, got {tuple(x.shape[:-2])} of {tuple(x.shape)}."
+                    f"{name}: the metadata describes {expected} rows, followed by (heads, head_dim), got "
+                    f"{tuple(x.shape)}; heads come after rows here, unlike in scaled_dot_product_attention."
                 )
+        elif x.ndim == 4:
+            raise ValueError(
+                f"{name}: the metadata describes packed rows, so (rows, heads, head_dim) was expected, got "
+                f"{tuple(x.shape)}; flatten batch and sequence ({name}.flatten(0, 1))."
+            )
         elif total is not None and x.shape[0] < total:
             raise ValueError(f"{name}: the metadata describes {total} rows, got {x.shape[0]}.")

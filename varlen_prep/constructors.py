@@ -119,8 +119,9 @@ class Constructors:
             max_seqlen: host int that no document exceeds. None: the row length with `capacity`, else read.
             capacity: fixed number of sequences. None: the number of documents is a tensor size, so it is read from
                 the device (one sync), and with it the longest length, except in a compiled region.
-            layout: "in_place" (default for one dimension): no row moves, and rows that take no part may only follow
-                all others. "packed" (default for two): they may lie anywhere, and `pack` moves them to the end.
+            layout: "in_place" (default for one dimension, whose rows count as packed already): no row moves, and rows
+                that take no part may only follow all others. "packed" (default for two): they may lie anywhere, and
+                `pack` moves them to the end. The metadata's own `layout` is "packed" in both: valid rows come first.
 
         Raises:
             ValueError: more documents than `capacity`, a bound that is too small, a gap before the end in the
@@ -206,6 +207,8 @@ def _device(device: torch.device | str | None) -> torch.device | None:
 
 
 def _two_dims(name: str, ids: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name}: expected an integer tensor, got {type(ids).__name__}; use torch.tensor(...).")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name}: expected an integer tensor, got {ids.dtype}.")
     if ids.ndim not in (1, 2):

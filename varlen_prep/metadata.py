@@ -127,10 +127,10 @@ class VarlenMetadata(Constructors):
         one = self.side(side)
         if rows is None:
             rows = math.prod(self.padded_shape(side))
-        if rows == 0 or (one.total is not None and one.total == rows):
+        if one.total is not None and one.total == rows:
             return None
         index = torch.arange(rows, device=one.cu_seqlens.device)
-        if self.layout != "in_place":
+        if self.layout != "in_place" or rows == 0:
             return index >= one.cu_seqlens[-1]
         batch, _ = self.padded_shape(side)
         # The valid run is the middle one of the sequences of each padded row.
@@ -143,8 +143,8 @@ class VarlenMetadata(Constructors):
         """The dense attention pattern, for tests and pictures: True where a query sees a key.
 
         Returns:
-            bool `(batch, seq_q, seq_kv)` in the padded order, or `(T_q, T_k)` for packed rows, on the device. Reads
-            the device for packed rows whose number is not known.
+            bool on the device: `(batch, seq_q, seq_kv)` in the padded order, batch 1 for ids given as `(T,)`; or
+            `(T_q, T_k)` for lengths and offsets, whose last offset is read if the number of rows is not known.
         """
         q, k = self._coordinates("q"), self._coordinates("k")
         lengths = self.cu_seqlens_q.diff(), self.cu_seqlens_k.diff()

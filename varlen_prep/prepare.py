@@ -49,7 +49,8 @@ def prepare_varlen(
 
     Raises:
         ValueError: a mask that differs per query or per head or has another shape, sizes past int32, a bound that is
-            too small, or a hole under "in_place" (device-side asserts where the mask is on a GPU).
+            too small (in_place has no use for bounds), or a hole under "in_place" (device-side asserts where the mask
+            is on a GPU).
         TypeError: a mask that is not bool, or sizes that are not ints.
         RuntimeError: inside a CUDA graph capture with a mask and no `max_seqlen_k`.
 

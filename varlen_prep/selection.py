@@ -93,14 +93,14 @@ def select(name: str | None, request: Request) -> Backend:
     if name is not None:
         backend = find(name)
         if reasons := _reasons(backend, request):
-            raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. {_alternatives(request)}")
+            raise ValueError(f"backend {name!r} cannot run this call: {_text(backend, reasons)}. {_advice(request)}")
         return backend
     order = automatic_order(request.device.type, request.device.index)
     for candidate in order:
         if not _reasons(REGISTRY[candidate], request):
             return REGISTRY[candidate]
-    reasons = [f"{candidate}: {'; '.join(_reasons(REGISTRY[candidate], request))}" for candidate in order]
-    raise ValueError(f"no backend can run this call. {' | '.join(reasons)}. {_alternatives(request)}")
+    tried = [f"{name}: {_text(REGISTRY[name], _reasons(REGISTRY[name], request))}" for name in order]
+    raise ValueError(f"no backend that is chosen by itself can run this call: {' | '.join(tried)}. {_advice(request)}")
 
 
 def _reasons(backend: Backend, request: Request) -> list[str]:
@@ -140,6 +140,12 @@ for _function in (_missing, automatic_order):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _alternatives(request: Request) -> str:
+def _text(backend: Backend, reasons: list[str]) -> str:
+    """The reasons, with the line that installs the package where it is the package that lacks."""
+    lacks = any("not installed" in reason for reason in reasons) and backend.install
+    return "; ".join(reasons) + (f" (to install it: {backend.install})" if lacks else "")
+
+
+def _advice(request: Request) -> str:
     able = [backend.name for backend in REGISTRY.values() if not _reasons(backend, request)]
-    return f"Backends that can: {', '.join(able) or 'none'}."
+    return f"Backends that can, by name (backend=...): {', '.join(able) or 'none'}."

@@ -151,10 +151,11 @@ def _from_host_offsets(
         raise ValueError(f"{name}: expected at least one offset, the 0 that it starts with; got none.")
     if offsets[0] != 0:
         raise ValueError(f"{name}: expected offsets that start at 0, got {offsets[0]} first.")
-    lengths = [b - a for a, b in pairwise(offsets)]
-    longest = max(lengths, default=0)
-    if min(lengths, default=0) < 0:
-        raise ValueError(f"{name}: expected offsets that never decrease, got {offsets}; sort the sequences first.")
+    longest = 0
+    for begin, end in pairwise(offsets):
+        if end < begin:
+            raise ValueError(f"{name}: expected offsets that never decrease, got {offsets}; sort the sequences first.")
+        longest = max(longest, end - begin)
     if total is not None and offsets[-1] > total:
         raise ValueError(f"{name}: the last offset is {offsets[-1]}, but there are only {total} rows.")
     checks.check_int32_offsets(name, offsets[-1])
@@ -164,9 +165,9 @@ def _from_host_offsets(
             raise ValueError(
                 f"max_seqlen_{side}: the bound {bound} is smaller than the longest sequence, {longest}; raise it."
             )
-    _check_capacity(name, len(lengths), capacity)
+    _check_capacity(name, len(offsets) - 1, capacity)
     if capacity is not None:
-        offsets = offsets + [offsets[-1]] * (capacity - len(lengths))
+        offsets = offsets + [offsets[-1]] * (capacity + 1 - len(offsets))
     return Side(
         _to_device(offsets, device),
         longest if bound is None else bound,
