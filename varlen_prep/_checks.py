@@ -6,6 +6,7 @@ device-side assert, which stops the program instead of letting a wrong offset th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def check_size(name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             advice = "convert it with int(...)"
         raise TypeError(f"{name}: expected a host int, got {type(value).__name__}; {advice}.")
-    if value < 0:
+    if torch.compiler.is_compiling():
+        torch._check(value >= 0)  # it may be a number that was read from the device
+    elif value < 0:
         raise ValueError(f"{name}: expected an int >= 0, got {value}.")
 
 
@@ -47,19 +50,28 @@ def check_int32_offsets(name: str, rows: int) -> None:
         )
 
 
-def check_bound(name: str, bound: int, limit: int | None, lengths: Tensor) -> None:
+def check_bound(name: str, bound: int, limit: int | None, lengths: Callable[[], Tensor]) -> None:
     """A bound may be loose, never too small: rows past it would silently be left out by the kernels.
 
     `limit` is a length that no sequence can pass (host int) or None. A bound of at least `limit` needs no look at the
-    values; a smaller one is compared with `lengths` (ints, any shape, on the device).
+    values; a smaller one is compared with `lengths()` (ints, any shape, on the device).
     """
     check_size(name, bound)
-    if limit is not None and bound >= limit:
+    if limit is not None and _surely(bound >= limit):
         return
     require(
-        (lengths <= bound).all(),
+        (lengths() <= bound).all(),
         f"{name}: the bound is smaller than the longest sequence; pass a bound that no sequence exceeds.",
     )
+
+
+def _surely(condition: Any) -> bool:
+    """Whether a comparison of sizes holds for certain; traced sizes are not guarded on, which would compile again."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads much that eager code never needs
+
+    return statically_known_true(condition)
 
 
 def read_ints(values: Tensor, name: str, bound: str, limit: int) -> list[int]:

@@ -9,11 +9,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import op, selection
 from .backends import Request
 from .metadata import VarlenMetadata
-from .packing import pack, unpack, zero_gradient_rows, zero_rows
+from .packing import fill_rows, pack, unpack, zero_gradient_rows
 
 
 def varlen_attention(
@@ -50,8 +51,9 @@ def varlen_attention(
 
     Returns:
         Output like q with head size D_v. Rows that take no part (masked queries, rows past the last offset, queries
-        without keys) are exactly 0 and so are their gradients. With `return_lse`, also float32 natural-log
-        log-sum-exp, `(B, H, S_q)` padded or `(H, T_q)` packed, -inf where no key is seen, without gradient.
+        without keys) are exactly 0 and so are their gradients. With `return_lse`, also the natural-log log-sum-exp,
+        float32 (float64 for float64 input), `(B, H, S_q)` padded or `(H, T_q)` packed, -inf where no key is seen,
+        without gradient.
 
     Raises:
         ValueError: shapes that do not fit each other or the metadata, `causal` or a window with a key mask but no
@@ -69,6 +71,8 @@ def varlen_attention(
     """
     _check_tensors(q, k, v, meta)
     _check_options(window_size, softmax_scale, softcap)
+    if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
     aligned = causal or tuple(window_size) != (-1, -1)
     if aligned and _queries_unstated(meta):
         raise ValueError(
@@ -132,7 +136,7 @@ def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: b
     if drop is None:
         return x
     if finite:
-        return zero_rows(x, drop)
+        return fill_rows(x, drop)
     # Gaps in place are sequences, for which the kernel itself writes zeros; a tail it never sees.
     return x if meta.layout == "in_place" else zero_gradient_rows(x, drop)
 
@@ -144,7 +148,7 @@ def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Te
     if padded:
         return x.unflatten(0, meta.padded_shape("q"))
     drop = meta.dropped_rows("q", x.shape[0]) if meta.layout != "in_place" else None
-    return x if drop is None else x.masked_fill(drop.view(-1, *[1] * (x.ndim - 1)), fill)
+    return x if drop is None else fill_rows(x, drop, fill)
 
 
 def _queries_unstated(meta: VarlenMetadata) -> bool:
@@ -159,7 +163,10 @@ def _check_options(window_size: tuple[int, int], softmax_scale: float | None, so
                 f"{name}: expected a number, got a tensor, which would be read from the device and get no gradient; "
                 "scale q instead."
             )
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or min(window_size) < -1:
+    if softcap < 0:
+        raise ValueError(f"softcap: expected 0 (off) or a positive number, got {softcap}.")
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(not isinstance(size, int) or size < -1 for size in window_size):
         raise ValueError(
             f"window_size: expected (left, right), each -1 (no bound) or the number of neighbours, got {window_size}."
         )
@@ -180,6 +187,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Non
             "q, k, v: expected k and v of the same rows and heads, and q and k of the same head_dim, got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
         )
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"q, v: expected a head_dim of at least 1, got {q.shape[-1]} and {v.shape[-1]}.")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
         raise ValueError(f"q: expected a multiple of the {k.shape[-2]} key heads, got {q.shape[-2]} heads.")
     if meta.cu_seqlens_q.device != q.device or k.device != q.device or v.device != q.device:

@@ -17,7 +17,7 @@ from . import _checks as checks
 from .attention import varlen_attention
 from .metadata import VarlenMetadata
 from .offsets import Side, packed
-from .packing import gather_rows
+from .packing import gather_rows, past_end
 
 
 def flash_attn_varlen_func(
@@ -129,8 +129,7 @@ def unpad_input(
     total, longest = batch * seq, seq
     indices = side.order
     if fixed_size:
-        past_end = torch.arange(total, device=indices.device) >= side.cu_seqlens[-1]
-        indices = indices.masked_fill(past_end, batch * seq)
+        indices = indices.masked_fill(past_end(side.cu_seqlens, total), batch * seq)
     elif total > 0:
         sizes = torch.stack([side.cu_seqlens[-1], side.cu_seqlens.diff().amax()])
         total, longest = checks.read_ints(sizes, "the number of rows", "fixed_size=True", batch * seq)

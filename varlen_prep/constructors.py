@@ -44,7 +44,8 @@ class Constructors:
             max_seqlen_q: host int that no query length exceeds. None with a tensor: the longest is read from the
                 device (one sync).
             max_seqlen_k: the same for keys; None with `lengths_k=None`: the queries' maximum.
-            capacity: fixed number of sequences; missing ones are empty. The result can then be rewritten by `copy_`.
+            capacity: fixed number of sequences; missing ones are empty. With bounds too, `copy_` can rewrite the result
+                for other lengths.
             device: where the offsets go; None: the tensor's device, or torch's default device.
 
         Raises:
@@ -137,8 +138,7 @@ class Constructors:
         """
         ids = _two_dims("document_ids", document_ids)
         valid = ids >= 0
-        start = valid.clone()
-        start[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        start = valid & _row_begins(ids != ids.roll(1, 1))
         layout = layout or ("in_place" if document_ids.ndim == 1 else "packed")
         return cls._from_starts(start, valid, max_seqlen, capacity, layout)
 
@@ -167,18 +167,19 @@ class Constructors:
             ValueError, TypeError: as for `from_document_ids`; three dimensions without `axis`; a mask of another
                 shape or dtype.
         """
-        if position_ids.ndim == 3:
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 3:
             if axis is None:
                 raise ValueError(
                     f"position_ids: expected (T,) or (batch, seq), got {tuple(position_ids.shape)}; "
                     "name the axis of rotary positions that counts tokens (axis=0)."
                 )
+            if not 0 <= axis < position_ids.shape[0]:
+                raise ValueError(f"axis: expected one of {position_ids.shape[0]} rotary axes, got {axis}.")
             position_ids = position_ids[axis]
         elif axis is not None:
             raise ValueError(f"axis: expected (axes, batch, seq) positions with it, got {tuple(position_ids.shape)}.")
         positions = _two_dims("position_ids", position_ids)
-        start = torch.ones_like(positions, dtype=torch.bool)
-        start[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        start = _row_begins(positions != positions.roll(1, 1) + 1)
         valid = None
         if mask is not None:
             if mask.dtype != torch.bool or mask.shape != position_ids.shape:
@@ -187,8 +188,7 @@ class Constructors:
                     "compare it with 0 (mask != 0) if it holds numbers."
                 )
             valid = mask.view(positions.shape)
-            start[:, 1:] |= ~valid[:, :-1]
-            start &= valid
+            start = valid & (start | ~valid.roll(1, 1))
         return cls._from_starts(start, valid, max_seqlen, capacity, layout or "packed")
 
     @classmethod
@@ -213,4 +213,15 @@ def _two_dims(name: str, ids: Tensor) -> Tensor:
         raise TypeError(f"{name}: expected an integer tensor, got {ids.dtype}.")
     if ids.ndim not in (1, 2):
         raise ValueError(f"{name}: expected (T,) or (batch, seq), got {tuple(ids.shape)}.")
-    return ids.view(1, -1) if ids.ndim == 1 else ids
+    # Narrow and unsigned types would wrap around in the arithmetic on them.
+    ids = ids.to(torch.int64)
+    return ids.reshape(1, -1) if ids.ndim == 1 else ids
+
+
+def _row_begins(changes: Tensor) -> Tensor:
+    """The same, with True at the first column: what came before it is in another row (`roll` brings the last column).
+
+    Slices [:, 1:] would have a size of 1 for rows of 2, which compiles again.
+    """
+    changes[:, :1] = True
+    return changes

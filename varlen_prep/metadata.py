@@ -17,6 +17,7 @@ from torch import Tensor
 from . import dense
 from .constructors import Constructors
 from .offsets import Side, check_rewritable
+from .packing import past_end
 
 Layout = Literal["uniform", "packed", "in_place"]
 
@@ -129,14 +130,13 @@ class VarlenMetadata(Constructors):
             rows = math.prod(self.padded_shape(side))
         if one.total is not None and one.total == rows:
             return None
-        index = torch.arange(rows, device=one.cu_seqlens.device)
         if self.layout != "in_place" or rows == 0:
-            return index >= one.cu_seqlens[-1]
+            return past_end(one.cu_seqlens, rows)
         batch, _ = self.padded_shape(side)
         # The valid run is the middle one of the sequences of each padded row.
         begin = one.cu_seqlens[:-1].view(batch, -1)
         end = one.cu_seqlens[1:].view(batch, -1)
-        middle, index = begin.shape[1] // 2, index.view(batch, -1)
+        middle, index = begin.shape[1] // 2, torch.arange(rows, device=begin.device).view(batch, -1)
         return ((index < begin[:, middle, None]) | (index >= end[:, middle, None])).flatten()
 
     def materialize(self, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
@@ -179,6 +179,11 @@ class VarlenMetadata(Constructors):
                 f"other: expected layout and padded shape {(self.layout, self.batch, self.seq_q, self.seq_kv)}, got "
                 f"{(other.layout, other.batch, other.seq_q, other.seq_kv)}; capture once for each."
             )
+        if self.same_lengths and not other.same_lengths:
+            raise ValueError(
+                "other: queries and keys share their offsets in this metadata, in the other they differ; prepare both "
+                "from lengths or masks of the same kind."
+            )
         if self.layout == "in_place" and self.cu_seqlens_q.shape != other.cu_seqlens_q.shape:
             raise ValueError("other: expected masks on the same sides in the in_place layout; capture once for each.")
         pairs = [(self.side(name), other.side(name), name) for name in ("q", "k")]
@@ -200,21 +205,25 @@ class VarlenMetadata(Constructors):
         return self._map(lambda x: x.to(device, non_blocking=to_gpu))
 
     def trainable(self) -> VarlenMetadata:
-        """Metadata that autograd can save: tensors made under `torch.inference_mode` are copied."""
-        if torch.compiler.is_compiling() or not self.cu_seqlens_q.is_inference() or torch.is_inference_mode_enabled():
+        """Metadata that autograd can save: tensors made under `torch.inference_mode` are copied.
+
+        `varlen_attention`, `pack` and `unpack` call it where gradients are needed. Compiled code cannot ask a tensor
+        for its mode: call it yourself before handing such metadata to a compiled training step.
+        """
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self
+        tensors = (self.cu_seqlens_q, self.cu_seqlens_k, self.order_q, self.order_k)
+        if not any(x is not None and x.is_inference() for x in tensors):
             return self
         return self._map(torch.clone)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> VarlenMetadata:
         """The same metadata with a function applied to each of its tensors, once to one that both sides share."""
-        done: dict[int, Tensor] = {}
         changes: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                if id(value) not in done:
-                    done[id(value)] = function(value)
-                changes[field.name] = done[id(value)]
+        for name in ("cu_seqlens", "order", "inverse"):
+            q, k = getattr(self, f"{name}_q"), getattr(self, f"{name}_k")
+            changes[f"{name}_q"] = None if q is None else function(q)
+            changes[f"{name}_k"] = None if k is None else changes[f"{name}_q"] if k is q else function(k)
         return dataclasses.replace(self, **changes)
 
     def flash_kwargs(self) -> dict[str, Any]:

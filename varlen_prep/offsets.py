@@ -49,8 +49,10 @@ def from_counts(counts: Tensor) -> Tensor:
 
 def with_capacity(cu_seqlens: Tensor, capacity: int) -> Tensor:
     """Offsets of `capacity` sequences: the last offset is repeated, so the added sequences are empty."""
-    filler = cu_seqlens[-1:].expand(capacity + 1 - cu_seqlens.shape[0])
-    return torch.cat([cu_seqlens, filler])
+    # Not a filler of capacity + 1 - N offsets, a size that is 0 or 1 for some N, which would compile again.
+    full = cu_seqlens[-1:].repeat(capacity + 1)
+    full[: cu_seqlens.shape[0]] = cu_seqlens
+    return full
 
 
 def packed(name: str, mask: Tensor) -> Side:
@@ -139,7 +141,7 @@ def check_rewritable(mine: Side, theirs: Side, name: str) -> None:
             f"other: max_seqlen_{name} is {theirs.max_seqlen}, more than the {mine.max_seqlen} of this metadata; "
             "prepare it with a larger bound."
         )
-    if mine.exact and mine.max_seqlen != theirs.max_seqlen:
+    if mine.exact and (not theirs.exact or mine.max_seqlen != theirs.max_seqlen):
         raise ValueError(
             f"other: max_seqlen_{name} of this metadata is the exact {mine.max_seqlen}, which would no longer hold; "
             f"prepare it with a bound (max_seqlen_{name}=...)."

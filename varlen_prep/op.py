@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from .backends import REGISTRY, Arguments, Backend
+from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
 _ARGUMENTS = (
@@ -90,7 +90,8 @@ def _backward(
 
 
 def _nothing_attends(q: Tensor, k: Tensor, args: Arguments) -> bool:
-    return q.numel() == 0 or k.numel() == 0 or args.max_seqlen_q == 0 or args.max_seqlen_k == 0
+    sizes = (q.numel(), k.numel(), args.cu_seqlens_q.shape[0] - 1, args.max_seqlen_q, args.max_seqlen_k)
+    return 0 in sizes
 
 
 def _check_rows(q: Tensor, k: Tensor, args: Arguments) -> None:
@@ -114,11 +115,6 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, except for float64 input: its gradients would lose half of their digits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

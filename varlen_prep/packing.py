@@ -64,7 +64,7 @@ class _ZeroGradientRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return zero_rows(grad, ctx.saved_tensors[0]), None
+        return fill_rows(grad, ctx.saved_tensors[0]), None
 
 
 def gather_rows(x: Tensor, index: Tensor, drop: Tensor, fill: float) -> Tensor:
@@ -79,9 +79,14 @@ def _rows(drop: Tensor, x: Tensor) -> Tensor:
     return drop.view(-1, *([1] * (x.ndim - 1)))
 
 
-def zero_rows(x: Tensor, drop: Tensor) -> Tensor:
-    """x with dropped rows (bool, one per row) set to 0, whatever they held, in values and in gradients."""
-    return x.masked_fill(_rows(drop, x), 0)
+def past_end(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """bool (rows,): True past the last offset."""
+    return torch.arange(rows, device=cu_seqlens.device) >= cu_seqlens[-1]
+
+
+def fill_rows(x: Tensor, drop: Tensor, fill: float = 0) -> Tensor:
+    """x with `fill` in dropped rows (bool, one per row), whatever they held; their gradients are 0."""
+    return x.masked_fill(_rows(drop, x), fill)
 
 
 def zero_gradient_rows(x: Tensor, drop: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
     one = (meta.trainable() if _differentiates(x) else meta).side(side)
     if one.order is None:
         return rows
-    return _Gather.apply(rows, one.order, _past_end(one.order, one), one.inverse, _dropped(one), 0.0)
+    return _Gather.apply(rows, one.order, past_end(one.cu_seqlens, batch * seq), one.inverse, _dropped(one), 0.0)
 
 
 def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: float = 0) -> Tensor:
@@ -150,15 +155,10 @@ def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: fl
         raise ValueError(f"x: expected ({batch * seq}, ...) rows for side {side!r}, got {tuple(x.shape)}.")
     one = (meta.trainable() if _differentiates(x) else meta).side(side)
     if one.order is not None:
-        x = _Gather.apply(x, one.inverse, _dropped(one), one.order, _past_end(one.order, one), fill)
+        x = _Gather.apply(x, one.inverse, _dropped(one), one.order, past_end(one.cu_seqlens, batch * seq), fill)
     elif (drop := meta.dropped_rows(side)) is not None:
-        x = x.masked_fill(_rows(drop, x), fill)
+        x = fill_rows(x, drop, fill)
     return x.unflatten(0, (batch, seq))
-
-
-def _past_end(rows: Tensor, side: Any) -> Tensor:
-    """bool, one per packed row: True past the last offset."""
-    return torch.arange(rows.shape[0], device=rows.device) >= side.cu_seqlens[-1]
 
 
 def _dropped(side: Any) -> Tensor:

@@ -92,7 +92,10 @@ def prepare_varlen(
     if queries is None:
         q = _uniform("q", batch, seq_q, max_seqlen_q, place)
     else:
-        packed_q = packed_k if mask_q is mask and packed_k is not None else offsets.packed("batch * seq_q", queries)
+        if packed_k is not None and mask_q is mask and seq_q == seq_kv:
+            packed_q = packed_k
+        else:
+            packed_q = offsets.packed("batch * seq_q", queries)
         q = packed_q if max_seqlen_q is None else _bounded("q", packed_q, max_seqlen_q)
     return VarlenMetadata.from_sides(q, k, shape=shape, layout="packed")
 
@@ -110,7 +113,7 @@ def _uniform(name: str, batch: int, seq: int, bound: int | None, device: torch.d
 
 def _bounded(name: str, side: Side, bound: int) -> Side:
     """A side with the caller's bound, which is looked at on the device only where it is smaller than the padded row."""
-    checks.check_bound(f"max_seqlen_{name}", bound, side.max_seqlen, side.cu_seqlens.diff())
+    checks.check_bound(f"max_seqlen_{name}", bound, side.max_seqlen, side.cu_seqlens.diff)
     return offsets.with_maximum(side, bound, exact=False)
 
 
@@ -132,7 +135,7 @@ def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.devic
         else:
             advice = (
                 "pass mask.bool() if it holds only 0 and 1; labels of documents (0 = padding) go to "
-                "VarlenMetadata.from_document_ids(mask - 1)"
+                "VarlenMetadata.from_document_ids(mask.long() - 1)"
             )
         raise TypeError(f"{name}: expected torch.bool, got {mask.dtype}; {advice}.")
     middle = mask.shape[1:-1]

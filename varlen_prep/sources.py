@@ -117,8 +117,8 @@ def from_starts(start: Tensor, valid: Tensor | None, bound: int | None, capacity
         (capacity,) = checks.read_ints(documents[-1], "the number of documents", "capacity=", rows)
     if bound is None:
         bound = seq
-    elif not exact and bound < seq:
-        checks.check_bound("max_seqlen", bound, seq, longest())
+    elif not exact:
+        checks.check_bound("max_seqlen", bound, seq, longest)
     # The n-th document begins at the first row where n have begun; past the last one this is the end of the rows.
     number = torch.arange(1, capacity + 2, device=start.device)
     begin = torch.searchsorted(documents, number)
@@ -195,7 +195,7 @@ def _with_maximum(side: str, cu_seqlens: Tensor, lengths: Tensor, bound: int | N
                 lengths.amax(), f"the longest length of side {side!r}", f"max_seqlen_{side}=", checks.INT32_MAX
             )
     elif lengths.shape[0] > 0:
-        checks.check_bound(f"max_seqlen_{side}", bound, None, lengths)
+        checks.check_bound(f"max_seqlen_{side}", bound, None, lambda: lengths)
     if capacity is not None:
         cu_seqlens = with_capacity(cu_seqlens, capacity)
     return Side(cu_seqlens, bound, exact)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ._record import Arguments as Arguments
 from ._record import Backend as Backend
 from ._record import Request as Request
+from ._record import lse_dtype as lse_dtype
 from .flash import FLASH
 from .flash3 import FLASH3
 from .flash4 import FLASH4

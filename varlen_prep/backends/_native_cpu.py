@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._record import Arguments
+from ._record import Arguments, lse_dtype
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,9 +28,8 @@ class _Piece(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))
     for piece in _pieces(q, args):
         rows = _rows(q[piece.q], k[piece.k], v[piece.k])
         part, part_lse = _forward_op(*rows, 0.0, piece.is_causal, attn_mask=piece.bias, scale=args.softmax_scale)

@@ -108,3 +108,8 @@ class Backend:
                 "the bottom-right)"
             )
         return found + self.refuse(request)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, except for float64 input: its gradients would lose half of their digits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

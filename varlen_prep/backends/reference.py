@@ -5,13 +5,15 @@ T packed rows, H heads, D head size.  Memory grows with T_q * T_k * H: for tests
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dense
-from ._record import Arguments, Backend
+from ._record import Arguments, Backend, lse_dtype
 
 
 class _Scores(NamedTuple):
@@ -50,6 +52,17 @@ def _backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Matrix products in the precision that is asked for, also under autocast."""
+
+    @functools.wraps(function)
+    def run(q: Tensor, *rest: Any) -> Any:
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *rest)
+
+    return run
+
+
 def _scores(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> _Scores:
     at_q, at_k = (
         dense.coordinates(cu, torch.arange(x.shape[0], device=x.device))
@@ -60,7 +73,7 @@ def _scores(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> _Scores:
     # Rows that take no part may hold NaN, and 0 * NaN is NaN.
     q = torch.where(seen.any(1)[:, None, None], q, 0)
     k, v = (torch.where(seen.any(0)[:, None, None], x, 0) for x in (k, v))
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = lse_dtype(q.dtype)
     q, k, v = (x.to(dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q, k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * args.softmax_scale
     if args.softcap > 0:
@@ -79,8 +92,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REFERENCE = Backend(
     name="reference",
     op="reference_varlen",
-    forward=_forward,
-    backward=_backward,
+    forward=_without_autocast(_forward),
+    backward=_without_autocast(_backward),
     dtypes={"cpu": _FLOATS, "cuda": _FLOATS},
     summary="dense and slow: the oracle of the tests",
     softcap=True,
