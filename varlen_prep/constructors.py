@@ -173,7 +173,7 @@ class Constructors:
                     f"position_ids: expected (T,) or (batch, seq), got {tuple(position_ids.shape)}; "
                     "name the axis of rotary positions that counts tokens (axis=0)."
                 )
-            if not 0 <= axis < position_ids.shape[0]:
+            if not -position_ids.shape[0] <= axis < position_ids.shape[0]:
                 raise ValueError(f"axis: expected one of {position_ids.shape[0]} rotary axes, got {axis}.")
             position_ids = position_ids[axis]
         elif axis is not None:
