@@ -74,9 +74,8 @@ def prepare_varlen(
     queries = None if mask_q is None else _row_mask("mask_q", mask_q, batch, seq_q, place)
     shape = (batch, seq_q, seq_kv)
     if keys is None and queries is None:
-        q, k = (
-            _uniform(*one, place) for one in (("q", batch, seq_q, max_seqlen_q), ("k", batch, seq_kv, max_seqlen_k))
-        )
+        q = _uniform("q", batch, seq_q, max_seqlen_q, place)
+        k = _uniform("k", batch, seq_kv, max_seqlen_k, place)
         return VarlenMetadata.from_sides(q, k, shape=shape, layout="uniform")
     if layout == "in_place":
         for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
