@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import Recorder, assert_bit_equal, assert_near, make_inputs, oracle, random, refuses, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varlen_prep import VarlenMetadata, compat, pack, prepare_varlen, varlen_attention
 
@@ -170,3 +171,34 @@ def test_unclear_input_has_a_clear_error(call, kind, fragments):
 def attend(dim: int = 8, **options):
     x = random(3, 2, dim)
     return varlen_attention(x, x, x, VarlenMetadata.from_lengths([3]), backend="reference", **options)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run, in order; those inside of an operator do not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", ["in_place", "uniform"])
+def test_where_no_row_moves_a_call_is_views_and_one_operator(layout):
+    x = random(2, 4, 2, 8)
+    run_of_true = torch.tensor([[True, True, False, False], [False, True, True, True]])
+    mask, options = (run_of_true, {"layout": "in_place"}) if layout == "in_place" else (None, {})
+    meta = prepare_varlen(2, 4, 4, mask, mask_q=mask, max_seqlen_k=4, **options)
+    with torch.no_grad(), Operators() as operators:
+        varlen_attention(x, x, x, meta, backend="native")
+    views = ("aten.view", "aten._unsafe_view", "aten.alias", "aten.detach")
+    assert [name for name in operators.names if not name.startswith(views)] == ["varlen_prep.native_varlen.default"]
+
+
+def test_packed_rows_with_a_tail_are_not_copied_without_gradients():
+    x, meta = random(8, 2, 8), VarlenMetadata.from_lengths(torch.tensor([3, 2]), max_seqlen_q=4)
+    with torch.no_grad(), Operators() as operators:
+        varlen_attention(x, x, x, meta, backend="native")
+    assert sum("masked_fill" in name for name in operators.names) == 1

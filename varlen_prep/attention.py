@@ -132,13 +132,14 @@ def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: b
         x = pack(x, meta, side)
         if meta.side(side).order is not None:
             return x
+    # Gaps in place are sequences, for which the kernel itself writes zero gradients; a tail it never sees.
+    untouched = meta.layout == "in_place" or not (torch.is_grad_enabled() and x.requires_grad)
+    if not finite and untouched:
+        return x
     drop = meta.dropped_rows(side, x.shape[0])
     if drop is None:
         return x
-    if finite:
-        return fill_rows(x, drop)
-    # Gaps in place are sequences, for which the kernel itself writes zeros; a tail it never sees.
-    return x if meta.layout == "in_place" else zero_gradient_rows(x, drop)
+    return fill_rows(x, drop) if finite else zero_gradient_rows(x, drop)
 
 
 def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Tensor:

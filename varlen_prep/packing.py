@@ -91,7 +91,7 @@ def fill_rows(x: Tensor, drop: Tensor, fill: float = 0) -> Tensor:
 
 def zero_gradient_rows(x: Tensor, drop: Tensor) -> Tensor:
     """x unchanged; the gradients of dropped rows (bool, one per row) are exactly 0."""
-    return _ZeroGradientRows.apply(x, drop) if _differentiates(x) else x
+    return _ZeroGradientRows.apply(x, drop)
 
 
 def _differentiates(x: Tensor) -> bool:
