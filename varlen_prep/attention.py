@@ -144,11 +144,11 @@ def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: b
 
 def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Tensor:
     """Rows that a kernel wrote, (T, ...), in the caller's shape, `fill` where a row takes no part."""
-    if padded and (meta.order_q is not None or meta.layout != "in_place"):
-        return unpack(x, meta, "q", fill=fill)
+    if meta.layout == "in_place":  # the kernel itself filled the gaps
+        return x.unflatten(0, meta.padded_shape("q")) if padded else x
     if padded:
-        return x.unflatten(0, meta.padded_shape("q"))
-    drop = meta.dropped_rows("q", x.shape[0]) if meta.layout != "in_place" else None
+        return unpack(x, meta, "q", fill=fill)
+    drop = meta.dropped_rows("q", x.shape[0])
     return x if drop is None else fill_rows(x, drop, fill)
 
 

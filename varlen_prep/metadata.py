@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import dense
 from .constructors import Constructors
-from .offsets import Side, check_rewritable
+from .offsets import Side, check_rewritable, with_capacity
 from .packing import past_end
 
 Layout = Literal["uniform", "packed", "in_place"]
@@ -190,9 +190,8 @@ class VarlenMetadata(Constructors):
         for mine, theirs, name in pairs:
             check_rewritable(mine, theirs, name)
         for mine, theirs, _ in pairs:
-            spare = mine.cu_seqlens.shape[0] - theirs.cu_seqlens.shape[0]
-            last = theirs.cu_seqlens[-1:].expand(spare)
-            mine.cu_seqlens.copy_(torch.cat([theirs.cu_seqlens, last]), non_blocking=mine.cu_seqlens.is_cuda)
+            offsets = with_capacity(theirs.cu_seqlens, mine.cu_seqlens.shape[0] - 1)
+            mine.cu_seqlens.copy_(offsets, non_blocking=mine.cu_seqlens.is_cuda)
             for target, source in ((mine.order, theirs.order), (mine.inverse, theirs.inverse)):
                 if target is not None and source is not None:
                     target.copy_(source, non_blocking=target.is_cuda)

@@ -29,31 +29,28 @@ def define(backend: Backend) -> None:
     """Registers the operators of one backend; called once for each, at import."""
     name = f"{NAMESPACE}::{backend.op}"
     schemas = {
-        name: f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)",
-        f"{name}_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        backend.op: f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)",
+        f"{backend.op}_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     }
     kernels: tuple[Any, ...] = (functools.partial(_forward, backend), functools.partial(_backward, backend))
     fakes: tuple[Any, ...] = (_fake_forward, _fake_backward)
     flops: tuple[Any, ...] = (functools.partial(_flops, 2), functools.partial(_backward_flops, 5))
-    for (op, schema), kernel, fake, flop in zip(schemas.items(), kernels, fakes, flops, strict=True):
+    for (short, schema), kernel, fake, flop in zip(schemas.items(), kernels, fakes, flops, strict=True):
+        op = f"{NAMESPACE}::{short}"
         torch.library.define(op, schema, tags=(torch.Tag.pt2_compliant_tag,))
         # Not to be traced into, where an operator is called from a frame that runs eagerly after a graph break.
         torch.library.impl(op, "CompositeExplicitAutograd", torch._disable_dynamo(kernel))
         torch.library.register_fake(op, fake)
         torch.library.register_vmap(op, functools.partial(_refuse_vmap, op))
-        register_flop_formula(_packet(op), get_raw=True)(flop)
+        register_flop_formula(getattr(torch.ops.varlen_prep, short), get_raw=True)(flop)
     torch.library.register_autograd(name, functools.partial(_autograd, backend), setup_context=_setup_context)
     torch.library.register_autograd(f"{name}_backward", functools.partial(_refuse_second_derivative, name))
 
 
 def operator(backend: Backend) -> Any:
     """The operator of a backend, `torch.ops.varlen_prep.<op>.default`."""
-    return _packet(f"{NAMESPACE}::{backend.op}").default
-
-
-def _packet(name: str) -> Any:
-    return getattr(torch.ops.varlen_prep, name.split("::")[1])
+    return getattr(torch.ops.varlen_prep, backend.op).default
 
 
 def _arguments(q: Tensor, rest: tuple[Any, ...]) -> Arguments:
@@ -125,7 +122,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    op = _packet(f"{NAMESPACE}::{backend.op}_backward")
+    op = getattr(torch.ops.varlen_prep, f"{backend.op}_backward")
     grads = op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
     return (*grads, *[None] * (2 + len(ctx.options)))
 

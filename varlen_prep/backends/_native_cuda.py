@@ -48,35 +48,31 @@ def backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    rows = _family.one_size(q, k, v)
-    out, lse, *_ = _aten._flash_attention_forward(*rows, *_flash_lengths(args), False, **_flash_options(args))
+    rows, (lengths, options) = _family.one_size(q, k, v), _flash_arguments(args)
+    out, lse, *_ = _aten._flash_attention_forward(*rows, *lengths, False, **options)
     return out[..., : v.shape[-1]], _family.contract_lse(lse)
 
 
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, *rows = _family.one_size(dout, q, k, v, out)
+    (dout, *rows), (lengths, options) = _family.one_size(dout, q, k, v, out), _flash_arguments(args)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
     grads = _aten._flash_attention_backward(
-        dout.contiguous(), *rows, _family.kernel_lse(lse), *_flash_lengths(args), unused, unused, **_flash_options(args)
+        dout.contiguous(), *rows, _family.kernel_lse(lse), *lengths, unused, unused, **options
     )
     return _family.cut(grads, q, k, v)
 
 
-def _flash_lengths(args: Arguments) -> tuple[Any, ...]:
-    """Offsets, maxima, dropout and causal, in the order of both operators."""
+def _flash_arguments(args: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Offsets, maxima, dropout and causal, in the order of both operators; and their keywords."""
     use = _fa2.lengths(args)
-    return args.cu_seqlens_q, args.cu_seqlens_k, use.max_seqlen_q, use.max_seqlen_k, 0.0, args.causal
-
-
-def _flash_options(args: Arguments) -> dict[str, Any]:
-    use = _fa2.lengths(args)
-    return {
+    options = {
         "scale": args.softmax_scale,
         "window_size_left": use.window_size_left if use.window_size_left >= 0 else None,
         "window_size_right": use.window_size_right if use.window_size_right >= 0 else None,
     }
+    return (args.cu_seqlens_q, args.cu_seqlens_k, use.max_seqlen_q, use.max_seqlen_k, 0.0, args.causal), options
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
