@@ -5,6 +5,8 @@ A kernel that is not installed skips with its reasons; what the kernels compute 
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from helpers import assert_bit_equal, make_inputs, make_mask, random
@@ -155,3 +157,25 @@ def test_ten_maxima_compile_once(backend, trains):
             inputs = make_inputs(rows, rows, dim=64, dtype=torch.bfloat16, device="cuda")
             torch.testing.assert_close(compiled(*inputs[:3], meta), block(*inputs[:3], meta))
     assert counter.frame_count <= 2
+
+
+def test_flash4_compiles_its_kernels_once_for_ten_maxima(backend):
+    if backend != "flash4":
+        pytest.skip("it compiles nothing at its calls")
+    interface = importlib.import_module("flash_attn.cute.interface")
+    functions = (interface._flash_attn_fwd, interface._flash_attn_bwd)
+
+    def kernels(maxima, causal):
+        """How many the package compiled while it ran forward and backward with these maxima."""
+        before = [len(function.compile_cache.cache) for function in functions]
+        for longest in maxima:
+            meta = VarlenMetadata.from_lengths([3, longest, 4], device="cuda")
+            inputs = make_inputs((longest + 7,), (longest + 7,), dim=64, dtype=torch.float16, device="cuda")
+            q, k, v = (x.requires_grad_() for x in inputs[:3])
+            varlen_attention(q, k, v, meta, backend=backend, causal=causal).backward(inputs.dout)
+        return [len(function.compile_cache.cache) - count for function, count in zip(functions, before, strict=True)]
+
+    for function in functions:
+        function.compile_cache.clear()
+    assert kernels((5, 50, 100, 128, 129, 200, 333, 1000, 1025, 4097), causal=False) == [1, 1]
+    assert kernels((5,), causal=True) == [1, 1], "what the kernel does depends on causal, so the count must grow"
