@@ -24,6 +24,8 @@ def backend_fixture(request: pytest.FixtureRequest) -> str:
         pytest.skip("would download: set LOCAL_KERNELS to local kernel folders")
     if not state.usable:
         pytest.skip("; ".join(state.reasons))
+    if request.param.endswith("_hub"):
+        varlen_prep.load_hub_kernel(request.param)
     return request.param
 
 

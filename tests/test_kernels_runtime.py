@@ -177,5 +177,7 @@ def test_flash4_compiles_its_kernels_once_for_ten_maxima(backend):
 
     for function in functions:
         function.compile_cache.clear()
-    assert kernels((5, 50, 100, 128, 129, 200, 333, 1000, 1025, 4097), causal=False) == [1, 1]
-    assert kernels((5,), causal=True) == [1, 1], "what the kernel does depends on causal, so the count must grow"
+    assert kernels(range(200, 4200, 400), causal=False) == [1, 1]
+    # The package has a kernel of its own for maxima that fit in one of its tiles.
+    assert kernels(range(5, 55, 5), causal=False) == [1, 1]
+    assert kernels((200,), causal=True) == [1, 1], "the kernel depends on causal, so the count must grow"
