@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from measure import RUNS, times
 
 import varlen_prep
 from varlen_prep import prepare_varlen, varlen_attention
@@ -21,22 +22,6 @@ SHAPES = {
     "B16 S512 H16 D64, half full": (16, 512, 16, 64, [512 - 32 * i for i in range(16)]),
     "B4 S128 H8 D64": (4, 128, 8, 64, [128, 100, 64, 7]),
 }
-RUNS, WARM_UP = 30, 5
-
-
-def median_times(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Interleaved, so that clocks and neighbours treat all alike."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for step in range(WARM_UP + RUNS):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            if step >= WARM_UP:
-                times[name].append(start.elapsed_time(end) * 1000)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def calls_for(
@@ -74,12 +59,13 @@ def main() -> None:
     for title, shape in SHAPES.items():
         for layout in ("packed", "in_place"):
             for backward in (False, True):
-                times = median_times(calls_for(shape, layout, backward))
-                rows.append((f"{title}, {layout}, {'forward + backward' if backward else 'forward'}", times))
-    names = list(dict.fromkeys(name for _, times in rows for name in times))
+                found = times(calls_for(shape, layout, backward), "cuda")
+                medians = {name: statistics.median(values) for name, values in found.items()}
+                rows.append((f"{title}, {layout}, {'forward + backward' if backward else 'forward'}", medians))
+    names = list(dict.fromkeys(name for _, medians in rows for name in medians))
     print("| case | " + " | ".join(names) + " |\n|" + " --- |" * (len(names) + 1))
-    for title, times in rows:
-        print(f"| {title} | " + " | ".join(f"{times[name]:.0f}" if name in times else "-" for name in names) + " |")
+    for title, medians in rows:
+        print(f"| {title} | " + " | ".join(f"{medians[name]:.0f}" if name in medians else "-" for name in names) + " |")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import platform
-import warnings
 from collections.abc import Callable
 from importlib import metadata
 
 import torch
+from measure import count_syncs
 from torch import Tensor
 
 import varlen_prep
@@ -111,18 +111,6 @@ def traces(call: Call, q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) ->
         text = " ".join(str(error).split())
         return f"no: {type(error).__name__}: {text[:70].replace('|', '/')}"
     return "yes"
-
-
-def count_syncs(call: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            call()
-        return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def diffusers_rows() -> list[list[str]]:

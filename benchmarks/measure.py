@@ -1,0 +1,164 @@
+"""Times, kernels, syncs and errors: what every benchmark of the suite measures with."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+RUNS, WARM_UP = 20, 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One route of one case; None where it was not measured."""
+
+    group: str
+    case: str
+    route: str
+    median_us: float | None = None
+    low_us: float | None = None
+    """The tenth percentile, as `high_us` is the ninetieth."""
+    high_us: float | None = None
+    gpu_us: float | None = None
+    """Time in kernels and copies alone."""
+    kernels: int | None = None
+    syncs: int | None = None
+    megabytes: float | None = None
+    """Memory allocated at the peak, above what was there before."""
+    error: float | None = None
+    """Largest absolute difference to the oracle."""
+    note: str = ""
+
+
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """As users compile it; on a CPU, where only the scripts are tested, the graph runs eagerly."""
+    backend = "inductor" if device == "cuda" else "eager"
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+
+
+def times(calls: Mapping[str, Call], device: str, runs: int = RUNS) -> dict[str, list[float]]:
+    """Microseconds of each call, interleaved, so that clocks and neighbours treat all alike; sorted."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    clock = _cuda_microseconds if device == "cuda" else _cpu_microseconds
+    for step in range(WARM_UP + runs):
+        for name, call in calls.items():
+            value = clock(call)
+            if step >= WARM_UP:
+                found[name].append(value)
+    return {name: sorted(values) for name, values in found.items()}
+
+
+def _cuda_microseconds(call: Call) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000
+
+
+def _cpu_microseconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def rows(
+    group: str,
+    case: str,
+    calls: Mapping[str, Call],
+    device: str,
+    *,
+    errors: Mapping[str, float] | None = None,
+    notes: Mapping[str, str] | None = None,
+    details: bool = False,
+    runs: int = RUNS,
+) -> list[Row]:
+    """A row for each call; `details` adds kernels, their time, syncs and memory, each from one more call on a GPU."""
+    found = []
+    for name, values in times(calls, device, runs).items():
+        more = describe(calls[name]) if details and device == "cuda" else {}
+        found.append(
+            Row(
+                group=group,
+                case=case,
+                route=name,
+                median_us=statistics.median(values),
+                low_us=values[len(values) // 10],
+                high_us=values[-1 - len(values) // 10],
+                error=(errors or {}).get(name),
+                note=(notes or {}).get(name, ""),
+                **more,
+            )
+        )
+    return found
+
+
+def describe(call: Call) -> dict[str, float | int]:
+    """Kernels, time in them, syncs and peak memory of one call on a GPU that has been warmed up."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    peak = torch.cuda.max_memory_allocated() - before
+    count, total = device_work(call)
+    return {"kernels": count, "gpu_us": total, "syncs": count_syncs(call), "megabytes": peak / 1e6}
+
+
+def device_work(call: Call) -> tuple[int, float]:
+    """How many kernels, copies and fills a call puts on the device, and their microseconds."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            call()
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(events), sum(event.self_device_time_total for event in events)
+
+
+def count_syncs(call: Call) -> int:
+    """Host syncs that torch sees in one call."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def attention_error(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, samples: list[tuple[int, int]]
+) -> float:
+    """Largest absolute difference to float64 at sampled (row, query) places.
+
+    Args:
+        out, q, k, v: padded (B, S, H, D), (B, S, H_kv, D).
+        allowed: bool (number of samples, S_kv), the keys that each sample sees; True somewhere.
+        samples: (row, query) pairs.
+    """
+    row = torch.tensor([sample[0] for sample in samples])
+    query = torch.tensor([sample[1] for sample in samples])
+    worst = 0.0
+    for one in row.unique().tolist():
+        chosen = query[row == one].to(q.device)
+        seen = allowed[(row == one).to(allowed.device)]
+        group = q.shape[2] // k.shape[2]
+        k_, v_ = (x[one].double().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[one, chosen].double(), k_) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        want = torch.einsum("hqk,khd->qhd", weights, v_)
+        worst = max(worst, (out[one, chosen].double() - want).abs().max().item())
+    return worst

@@ -1,0 +1,130 @@
+"""Preparation: metadata from masks and document ids, beside what diffusers, transformers and flash-attn do for it.
+
+B rows, S padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from measure import Call, Row, compiled, rows
+from torch import Tensor
+from torch.nn.functional import pad
+
+from varlen_prep import VarlenMetadata, prepare_varlen
+
+SHAPES = {
+    "cuda": [(1, 128), (4, 4608), (64, 4096), (256, 512), (8, 32768)],
+    "cpu": [(2, 64)],
+}
+DOCUMENTS = {"cuda": [1, 64, 512], "cpu": [4]}
+
+
+def benchmark(device: str) -> Iterator[Row]:
+    for batch, seq in SHAPES[device]:
+        for kind in ("right", "left", "hole"):
+            torch.compiler.reset()
+            yield from _masks(device, batch, seq, kind)
+    for documents in DOCUMENTS[device]:
+        torch.compiler.reset()
+        yield from _documents(device, documents)
+
+
+def make_mask(kind: str, batch: int, seq: int, device: str) -> Tensor:
+    """Lengths spread from 1/4 of the row to all of it."""
+    length = torch.linspace(seq // 4, seq, batch).long().to(device)[:, None]
+    index = torch.arange(seq, device=device)
+    if kind == "left":
+        return index >= seq - length
+    mask = index < length
+    return mask & (index % 7 != 3) if kind == "hole" else mask
+
+
+def _masks(device: str, batch: int, seq: int, kind: str) -> Iterator[Row]:
+    mask = make_mask(kind, batch, seq, device)
+    want = pad(mask.sum(-1).cumsum(0), (1, 0)).int()
+
+    def packed(mask: Tensor) -> VarlenMetadata:
+        return prepare_varlen(batch, seq, seq, mask, max_seqlen_k=seq)
+
+    def in_place(mask: Tensor) -> VarlenMetadata:
+        return prepare_varlen(batch, seq, seq, mask, layout="in_place")
+
+    # Dynamic, as users compile it; the sizes are read from the mask.
+    dynamic = compiled(
+        lambda mask: prepare_varlen(*mask.shape, mask.shape[1], mask, max_seqlen_k=mask.shape[1]), device
+    )
+    calls: dict[str, Call] = {
+        "varlen_prep, packed": lambda: packed(mask),
+        "varlen_prep, packed, compiled": lambda: dynamic(mask),
+        "varlen_prep, packed, exact maximum": lambda: prepare_varlen(batch, seq, seq, mask),
+    }
+    if kind != "hole":
+        calls["varlen_prep, in_place"] = lambda: in_place(mask)
+    calls |= _others(mask, batch, seq, device)
+    for name, call in calls.items():
+        if "in_place" not in name:
+            assert torch.equal(_offsets(call()), want), name
+    yield from rows("preparation", f"B{batch} S{seq}, {kind} mask", calls, device, details=True)
+
+
+def _offsets(result: object) -> Tensor:
+    """The key offsets that a route made."""
+    return result.cu_seqlens_k if isinstance(result, VarlenMetadata) else result  # type: ignore[return-value]
+
+
+def _others(mask: Tensor, batch: int, seq: int, device: str) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    try:
+        from diffusers.models import attention_dispatch
+
+        theirs = attention_dispatch._prepare_for_flash_attn_or_sage_varlen
+        calls["diffusers"] = lambda: theirs(batch, seq, seq, attn_mask=mask, device=mask.device)[1][1]
+    except (ImportError, AttributeError):
+        pass
+    try:
+        from transformers.modeling_flash_attention_utils import _get_unpad_data
+
+        calls["transformers _get_unpad_data"] = lambda: _get_unpad_data(mask)[1]
+    except ImportError:
+        pass
+    if device == "cuda":
+        try:
+            from flash_attn.bert_padding import unpad_input
+
+            x = torch.empty(batch, seq, 1, device=device, dtype=torch.bfloat16)
+            calls["flash_attn.bert_padding"] = lambda: unpad_input(x, mask)[2]
+        except ImportError:
+            pass
+    return calls
+
+
+def _documents(device: str, documents: int) -> Iterator[Row]:
+    total = 32768 if device == "cuda" else 128
+    bounds = torch.linspace(0, total, documents + 1).int().to(device)
+    index = torch.arange(total, device=device)
+    ids = torch.bucketize(index, bounds, right=True)
+    positions = index - bounds[ids - 1]
+    capacity = 512
+
+    def from_ids() -> VarlenMetadata:
+        return VarlenMetadata.from_document_ids(ids, capacity=capacity)
+
+    dynamic = compiled(lambda ids: VarlenMetadata.from_document_ids(ids, capacity=capacity), device)
+    calls: dict[str, Call] = {
+        "varlen_prep, document ids": from_ids,
+        "varlen_prep, document ids, compiled": lambda: dynamic(ids),
+        "varlen_prep, position ids": lambda: VarlenMetadata.from_position_ids(positions, capacity=capacity),
+    }
+    try:
+        from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+        calls["transformers prepare_fa_kwargs_from_position_ids"] = lambda: prepare_fa_kwargs_from_position_ids(
+            positions[None]
+        )[0][1]
+    except ImportError:
+        pass
+    for name, call in calls.items():
+        assert torch.equal(_offsets(call())[: documents + 1], bounds), name
+    yield from rows("preparation", f"{total} tokens, {documents} documents", calls, device, details=True)

@@ -1,0 +1,56 @@
+"""The scripts of the benchmark suite run, check their numbers, and write what they found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(name="suite")
+def suite_fixture(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_suite_runs_at_its_tiny_sizes(tmp_path):
+    command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--no-plots", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=FOLDER.parent)
+    assert done.returncode == 0, done.stderr
+    for part in ("preparation", "packing", "attention"):
+        assert (tmp_path / f"{part}.csv").read_text().count("\n") > 5
+        assert "varlen_prep" in (tmp_path / f"{part}.md").read_text() or part == "attention"
+
+
+def test_rows_survive_the_file(suite, tmp_path):
+    from measure import Row
+    from report import markdown, read_csv, write_csv
+
+    rows = [
+        Row(group="g", case="c", route="a", median_us=12.4, low_us=11.0, high_us=13.0, kernels=3),
+        Row(group="g", case="c", route="b", note="TypeError: no"),
+    ]
+    write_csv(tmp_path / "rows.csv", rows)
+    assert read_csv(tmp_path / "rows.csv") == rows
+    table = markdown(rows)
+    assert "| a | 12 | 11-13 | 3 |  |" in table
+    assert "syncs" not in table, "nothing was measured in that column"
+
+
+def test_the_check_of_attention_sees_a_wrong_key(suite):
+    from measure import attention_error
+
+    q, k, v = (torch.randn(2, 5, 4, 8) for _ in "qkv")
+    allowed = torch.tensor([[True, True, False, True, False], [True, True, True, True, True]])
+    samples = [(0, 1), (1, 4)]
+    dense = allowed[[0, 1]][:, None, None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=dense
+    ).transpose(1, 2)
+    assert attention_error(out, q, k, v, allowed, samples) < 1e-5
+    assert attention_error(out, q, k, v, allowed.roll(1, 1), samples) > 1e-2
