@@ -5,7 +5,7 @@ B rows, S padded length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from measure import Call, Row, compiled, rows
@@ -19,16 +19,19 @@ SHAPES = {
     "cpu": [(2, 64)],
 }
 DOCUMENTS = {"cuda": [1, 64, 512], "cpu": [4]}
+CAPACITY = 512
 
 
 def benchmark(device: str) -> Iterator[Row]:
+    prepare = compiled(
+        lambda mask: prepare_varlen(*mask.shape, mask.shape[1], mask, max_seqlen_k=mask.shape[1]), device
+    )
     for batch, seq in SHAPES[device]:
         for kind in ("right", "left", "hole"):
-            torch.compiler.reset()
-            yield from _masks(device, batch, seq, kind)
+            yield from _masks(device, batch, seq, kind, prepare)
+    from_ids = compiled(lambda ids: VarlenMetadata.from_document_ids(ids, capacity=CAPACITY), device)
     for documents in DOCUMENTS[device]:
-        torch.compiler.reset()
-        yield from _documents(device, documents)
+        yield from _documents(device, documents, from_ids)
 
 
 def make_mask(kind: str, batch: int, seq: int, device: str) -> Tensor:
@@ -41,7 +44,7 @@ def make_mask(kind: str, batch: int, seq: int, device: str) -> Tensor:
     return mask & (index % 7 != 3) if kind == "hole" else mask
 
 
-def _masks(device: str, batch: int, seq: int, kind: str) -> Iterator[Row]:
+def _masks(device: str, batch: int, seq: int, kind: str, prepare: Callable[[Tensor], VarlenMetadata]) -> Iterator[Row]:
     mask = make_mask(kind, batch, seq, device)
     want = pad(mask.sum(-1).cumsum(0), (1, 0)).int()
 
@@ -51,13 +54,9 @@ def _masks(device: str, batch: int, seq: int, kind: str) -> Iterator[Row]:
     def in_place(mask: Tensor) -> VarlenMetadata:
         return prepare_varlen(batch, seq, seq, mask, layout="in_place")
 
-    # Dynamic, as users compile it; the sizes are read from the mask.
-    dynamic = compiled(
-        lambda mask: prepare_varlen(*mask.shape, mask.shape[1], mask, max_seqlen_k=mask.shape[1]), device
-    )
     calls: dict[str, Call] = {
         "varlen_prep, packed": lambda: packed(mask),
-        "varlen_prep, packed, compiled": lambda: dynamic(mask),
+        "varlen_prep, packed, compiled": lambda: prepare(mask),
         "varlen_prep, packed, exact maximum": lambda: prepare_varlen(batch, seq, seq, mask),
     }
     if kind != "hole":
@@ -100,22 +99,17 @@ def _others(mask: Tensor, batch: int, seq: int, device: str) -> dict[str, Call]:
     return calls
 
 
-def _documents(device: str, documents: int) -> Iterator[Row]:
+def _documents(device: str, documents: int, from_ids: Callable[[Tensor], VarlenMetadata]) -> Iterator[Row]:
     total = 32768 if device == "cuda" else 128
     bounds = torch.linspace(0, total, documents + 1).int().to(device)
     index = torch.arange(total, device=device)
     ids = torch.bucketize(index, bounds, right=True)
     positions = index - bounds[ids - 1]
-    capacity = 512
 
-    def from_ids() -> VarlenMetadata:
-        return VarlenMetadata.from_document_ids(ids, capacity=capacity)
-
-    dynamic = compiled(lambda ids: VarlenMetadata.from_document_ids(ids, capacity=capacity), device)
     calls: dict[str, Call] = {
-        "varlen_prep, document ids": from_ids,
-        "varlen_prep, document ids, compiled": lambda: dynamic(ids),
-        "varlen_prep, position ids": lambda: VarlenMetadata.from_position_ids(positions, capacity=capacity),
+        "varlen_prep, document ids": lambda: VarlenMetadata.from_document_ids(ids, capacity=CAPACITY),
+        "varlen_prep, document ids, compiled": lambda: from_ids(ids),
+        "varlen_prep, position ids": lambda: VarlenMetadata.from_position_ids(positions, capacity=CAPACITY),
     }
     try:
         from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
