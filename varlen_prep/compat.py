@@ -17,7 +17,7 @@ from . import _checks as checks
 from .attention import varlen_attention
 from .metadata import VarlenMetadata
 from .offsets import Side, packed
-from .packing import gather_rows, past_end
+from .packing import fill_rows, past_end
 
 
 def flash_attn_varlen_func(
@@ -115,6 +115,18 @@ def unpad_input(
     Raises:
         ValueError: shapes that do not fit.
         RuntimeError: inside a CUDA graph capture without `fixed_size`.
+
+    Example:
+        >>> import torch
+        >>> from varlen_prep.compat import index_first_axis, pad_input, unpad_input
+        >>> x = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [5.0], [6.0]]])
+        >>> rows, indices, cu_seqlens, _, _ = unpad_input(x, torch.tensor([[1, 1, 0], [0, 0, 1]]))
+        >>> rows.flatten().tolist(), cu_seqlens.tolist()
+        ([1.0, 2.0, 6.0], [0, 2, 3])
+        >>> pad_input(rows, indices, 2, 3).flatten().tolist()
+        [1.0, 2.0, 0.0, 0.0, 0.0, 6.0]
+        >>> index_first_axis(x.flatten(0, 1), indices).equal(rows)
+        True
     """
     batch, seq = attention_mask.shape
     if hidden_states.shape[:2] != attention_mask.shape:
@@ -195,7 +207,7 @@ class _Pad(torch.autograd.Function):
 def _take(x: Tensor, indices: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
-    return gather_rows(x, indices.clamp(max=x.shape[0] - 1), indices >= x.shape[0], 0)
+    return fill_rows(x.index_select(0, indices.clamp(max=x.shape[0] - 1)), indices >= x.shape[0])
 
 
 def _put(x: Tensor, indices: Tensor, rows: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_int32_offsets, require
-from .packing import permutation
+from .moves import pack_order
 
 
 class Side(NamedTuple):
@@ -56,17 +56,11 @@ def with_capacity(cu_seqlens: Tensor, capacity: int) -> Tensor:
 
 
 def packed(name: str, mask: Tensor) -> Side:
-    """A `(B, S)` key or query mask as packed rows; one cumulative sum gives the offsets and the permutation.
-
-    The maximum is the bound S; the caller may replace it.
-    """
+    """A `(B, S)` key or query mask as packed rows. The maximum is the bound S; the caller may replace it."""
     batch, seq = mask.shape
     check_int32_offsets(name, batch * seq)
-    valid = mask.flatten()
-    rank = valid.cumsum(0)
-    order, inverse = permutation(valid, rank)
-    counts = rank.view(batch, seq)[:, -1] if batch * seq > 0 else rank.new_zeros(batch)
-    return Side(from_counts(counts), seq, False, None, order, inverse)
+    cu_seqlens, order, inverse = pack_order(mask)
+    return Side(cu_seqlens, seq, False, None, order, inverse)
 
 
 def in_place(batch: int, seq_q: int, seq_k: int, mask_q: Tensor | None, mask_k: Tensor | None) -> tuple[Side, Side]:

@@ -1,4 +1,4 @@
-"""Moves padded rows to the front and back: the permutation, `pack` and `unpack`.
+"""Moves padded rows to the front and back: `pack` and `unpack`.
 
 B rows, S padded length, R = B * S.  A permutation of all R rows is used instead of a list of the valid ones: its size
 is known without reading the device, and the gradient of a gather by `order` is a gather by `inverse`, which needs no
@@ -12,43 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .moves import gather_rows
+
 if TYPE_CHECKING:
     from .metadata import VarlenMetadata
-
-
-def permutation(valid: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """The stable permutation that puts valid rows first.
-
-    Args:
-        valid: bool (R,), True for rows that take part.
-        rank: int64 (R,), inclusive cumulative sum of `valid`.
-
-    Returns:
-        `(order, inverse)`, int64 (R,) each: packed row r is padded row `order[r]`, padded row i is packed row
-        `inverse[i]`.
-    """
-    index = torch.arange(rank.shape[0], device=rank.device)
-    if rank.shape[0] == 0:
-        return index, index.clone()
-    inverse = torch.where(valid, rank - 1, rank[-1] + index - rank)
-    return torch.empty_like(inverse).scatter_(0, inverse, index), inverse
-
-
-class _Gather(torch.autograd.Function):
-    """`out[i] = x[index[i]]`, `fill` where `drop[i]`; the gradient goes back by the inverse permutation."""
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, drop: Tensor, back: Tensor, drop_back: Tensor, fill: float) -> Tensor:
-        return gather_rows(x, index, drop, fill)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:5])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back, drop_back = ctx.saved_tensors
-        return gather_rows(grad, back, drop_back, 0), None, None, None, None, None
 
 
 class _ZeroGradientRows(torch.autograd.Function):
@@ -65,13 +32,6 @@ class _ZeroGradientRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return fill_rows(grad, ctx.saved_tensors[0]), None
-
-
-def gather_rows(x: Tensor, index: Tensor, drop: Tensor, fill: float) -> Tensor:
-    """`x[index]` with `fill` where `drop` (bool, one per result row)."""
-    rows = x.index_select(0, index)
-    # In place saves a copy. Compiled, both fuse, and torch 2.11 gets the gradient of the in-place form wrong.
-    return (rows.masked_fill if torch.compiler.is_compiling() else rows.masked_fill_)(_rows(drop, x), fill)
 
 
 def _rows(drop: Tensor, x: Tensor) -> Tensor:
@@ -130,9 +90,9 @@ def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
         raise ValueError(f"x: expected ({batch}, {seq}, ...) for side {side!r}, got {tuple(x.shape)}.")
     rows = x.flatten(0, 1)
     one = (meta.trainable() if _differentiates(x) else meta).side(side)
-    if one.order is None:
+    if one.order is None or one.inverse is None:
         return rows
-    return _Gather.apply(rows, one.order, past_end(one.cu_seqlens, batch * seq), one.inverse, _dropped(one), 0.0)
+    return gather_rows(rows, one.order, one.inverse, one.cu_seqlens, True, 0.0)
 
 
 def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: float = 0) -> Tensor:
@@ -154,13 +114,8 @@ def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: fl
     if x.ndim < 1 or x.shape[0] != batch * seq:
         raise ValueError(f"x: expected ({batch * seq}, ...) rows for side {side!r}, got {tuple(x.shape)}.")
     one = (meta.trainable() if _differentiates(x) else meta).side(side)
-    if one.order is not None:
-        x = _Gather.apply(x, one.inverse, _dropped(one), one.order, past_end(one.cu_seqlens, batch * seq), fill)
+    if one.order is not None and one.inverse is not None:
+        x = gather_rows(x, one.inverse, one.order, one.cu_seqlens, False, fill)
     elif (drop := meta.dropped_rows(side)) is not None:
         x = fill_rows(x, drop, fill)
     return x.unflatten(0, (batch, seq))
-
-
-def _dropped(side: Any) -> Tensor:
-    """bool, one per padded row: True where it takes no part."""
-    return side.inverse >= side.cu_seqlens[-1]

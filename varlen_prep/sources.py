@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
+from .moves import permutation
 from .offsets import Side, from_counts, with_capacity
-from .packing import permutation
 
 
 def from_lengths(

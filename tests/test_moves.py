@@ -1,0 +1,98 @@
+"""The operators that move rows: torch's checks, and the Triton kernels against the torch code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import MASK_KINDS, make_mask, random
+
+from varlen_prep import moves
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def permutation_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.ops.varlen_prep.pack_order(mask)
+
+
+@pytest.mark.parametrize("kind", MASK_KINDS)
+def test_order_is_the_stable_permutation_with_valid_rows_first(device, kind):
+    mask = make_mask(kind, 5, 37, device=device)
+    cu_seqlens, order, inverse = permutation_of(mask)
+    valid = mask.flatten().cpu()
+    index = torch.arange(valid.shape[0])
+    assert order.cpu().tolist() == index[valid].tolist() + index[~valid].tolist()
+    assert order[inverse].cpu().tolist() == index.tolist()
+    assert cu_seqlens.dtype == torch.int32
+    assert cu_seqlens.cpu().tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+
+
+def test_opcheck(device):
+    mask = make_mask("holes", 3, 7, device=device)
+    cu_seqlens, order, inverse = permutation_of(mask)
+    x = random(21, 2, 4, device=device).requires_grad_()
+    torch.library.opcheck(torch.ops.varlen_prep.pack_order.default, (mask,))
+    for index, back, to_packed in ((order, inverse, True), (inverse, order, False)):
+        torch.library.opcheck(torch.ops.varlen_prep.gather_rows.default, (x, index, back, cu_seqlens, to_packed, 0.0))
+
+
+def test_gradients_are_those_of_the_numbers(device):
+    mask = make_mask("holes", 3, 4, device=device)
+    cu_seqlens, order, inverse = permutation_of(mask)
+    x = random(12, 3, device=device).requires_grad_()
+    for index, back, to_packed in ((order, inverse, True), (inverse, order, False)):
+        assert torch.autograd.gradcheck(
+            lambda x, i=index, b=back, p=to_packed: moves.gather_rows(x, i, b, cu_seqlens, p, 0.0), (x,)
+        )
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_empty_batches(device, shape):
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    cu_seqlens, order, inverse = permutation_of(mask)
+    assert cu_seqlens.tolist() == [0] * (shape[0] + 1)
+    assert order.shape == inverse.shape == (0,)
+    assert moves.gather_rows(torch.ones(0, 2, device=device), order, inverse, cu_seqlens, True, 0.0).shape == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 7), (4, 4608), (64, 100), (700, 513), (2, 100_000)])
+def test_the_triton_order_equals_torch(batch, seq):
+    pytest.importorskip("triton")
+    holes = make_mask("holes", batch, seq, device="cuda")
+    one_row, transposed = holes[:1].expand(batch, seq), holes.T.contiguous().T
+    for mask in (holes, one_row, transposed, make_mask("all_empty", batch, seq, device="cuda"), ~holes | holes):
+        for got, expected in zip(permutation_of(mask), moves.torch_pack_order(mask), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [(), (1,), (7,), (24, 128), (1, 5000)])
+def test_the_triton_gather_equals_torch(dtype, columns):
+    mask = make_mask("holes", 5, 203, device="cuda")
+    cu_seqlens, order, inverse = permutation_of(mask)
+    x = (random(1015, *columns, device="cuda") * 9).to(dtype)
+    strided = (random(1015, 3, *columns, device="cuda") * 9).to(dtype)[:, 1]
+    fills = (0.0, -torch.inf) if dtype.is_floating_point else (0.0,)
+    for rows in (x, strided):
+        for index, to_packed in ((order, True), (inverse, False)):
+            for fill in fills:
+                got = torch.ops.varlen_prep.gather_rows(rows, index, index, cu_seqlens, to_packed, fill)
+                assert torch.equal(got, moves.torch_gather_rows(rows, index, cu_seqlens, to_packed, fill))
+
+
+@pytest.mark.gpu
+def test_the_gather_does_not_read_rows_that_take_no_part_and_reaches_past_2_to_31():
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of free memory")
+    mask = torch.ones(1, 2**20 + 3, dtype=torch.bool, device="cuda")
+    mask[0, 5:-4] = False
+    cu_seqlens, order, inverse = permutation_of(mask)
+    x = torch.full((mask.shape[1], 2100), torch.nan, dtype=torch.bfloat16, device="cuda")
+    x[mask[0]] = torch.arange(9, dtype=torch.bfloat16, device="cuda")[:, None]
+    packed = moves.gather_rows(x, order, inverse, cu_seqlens, True, 0.0)
+    assert packed[:9, [0, -1]].tolist() == [[i, i] for i in range(9)]
+    assert not packed[9:].any()
+    back = moves.gather_rows(packed, inverse, order, cu_seqlens, False, 0.0)
+    assert torch.equal(back[-4:, -1].cpu(), torch.arange(5, 9, dtype=torch.bfloat16))

@@ -1,0 +1,145 @@
+"""The two operators that move rows: `pack_order` finds where each row goes, `gather_rows` takes them there.
+
+B rows, S padded length, R = B * S.  Operators, because one Triton kernel does on a GPU what compiled torch code does at
+a third of the speed: it reads only the rows that take part.  The torch code here is what runs everywhere else, and
+what the kernels are tested against.
+
+    varlen_prep::pack_order(mask) -> (cu_seqlens, order, inverse)
+    varlen_prep::gather_rows(x, index, inverse, cu_seqlens, to_packed, fill) -> rows
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KERNEL_DTYPES = frozenset(
+    {
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    }
+)  # fmt: skip
+
+
+def pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets of a bool (B, S) mask and the stable permutation that puts its valid rows first.
+
+    Returns:
+        `cu_seqlens` int32 (B + 1,); `order` int64 (R,), the padded row that each packed row holds; `inverse` int64
+        (R,), the packed row of each padded row.
+    """
+    return torch.ops.varlen_prep.pack_order(mask)
+
+
+def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
+    """`x[index]`, with `fill` in rows that take no part; its gradient is the gather by the inverse permutation.
+
+    Args:
+        x: (R, ...).
+        index: int64 (R,), a permutation: `order` with `to_packed`, else `inverse`.
+        inverse: int64 (R,), its inverse.
+        cu_seqlens: int32 (N + 1,): packed rows from `cu_seqlens[-1]` on take no part.
+        to_packed: whether the result, or x, is the packed one of the two.
+        fill: what rows that take no part are filled with.
+    """
+    return torch.ops.varlen_prep.gather_rows(x, index, inverse, cu_seqlens, to_packed, fill)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if mask.is_cuda and mask.numel() > 0 and _has_triton():
+        from . import _triton
+
+        return _triton.pack_order(mask)
+    return torch_pack_order(mask)
+
+
+def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
+    if x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and _has_triton():
+        from . import _triton
+
+        return _triton.gather_rows(x, index, cu_seqlens, to_packed, fill)
+    return torch_gather_rows(x, index, cu_seqlens, to_packed, fill)
+
+
+def torch_pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`pack_order` in torch."""
+    batch, seq = mask.shape
+    valid = mask.flatten()
+    rank = valid.cumsum(0)
+    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
+    if batch * seq > 0:
+        cu_seqlens[1:] = rank.view(batch, seq)[:, -1]
+    return cu_seqlens, *permutation(valid, rank)
+
+
+def permutation(valid: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+    """The stable permutation that puts valid rows first.
+
+    Args:
+        valid: bool (R,), True for rows that take part.
+        rank: int64 (R,), inclusive cumulative sum of `valid`.
+
+    Returns:
+        `(order, inverse)`, int64 (R,) each: packed row r is padded row `order[r]`, padded row i is packed row
+        `inverse[i]`.
+    """
+    index = torch.arange(rank.shape[0], device=rank.device)
+    if rank.shape[0] == 0:
+        return index, index.clone()
+    inverse = torch.where(valid, rank - 1, rank[-1] + index - rank)
+    return torch.empty_like(inverse).scatter_(0, inverse, index), inverse
+
+
+def torch_gather_rows(x: Tensor, index: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
+    """`gather_rows` in torch, without its gradient."""
+    packed_row = torch.arange(index.shape[0], device=index.device) if to_packed else index
+    drop = packed_row >= cu_seqlens[-1]
+    return x.index_select(0, index).masked_fill_(drop.view(-1, *[1] * (x.ndim - 1)), fill)
+
+
+def _fake_pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = mask.shape[0] * mask.shape[1]
+    order = mask.new_empty(rows, dtype=torch.int64)
+    return mask.new_empty(mask.shape[0] + 1, dtype=torch.int32), order, torch.empty_like(order)
+
+
+def _fake_gather_rows(x: Tensor, index: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(index.shape[0], *x.shape[1:])
+
+
+def _save_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, index, inverse, cu_seqlens, to_packed, _ = inputs
+    ctx.save_for_backward(index, inverse, cu_seqlens)
+    ctx.to_packed = to_packed
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    index, inverse, cu_seqlens = ctx.saved_tensors
+    return gather_rows(grad, inverse, index, cu_seqlens, not ctx.to_packed, 0.0), None, None, None, None, None
+
+
+_GATHER = "(Tensor x, Tensor index, Tensor inverse, Tensor cu_seqlens, bool to_packed, float fill) -> Tensor"
+
+
+def _define() -> None:
+    for name, schema, kernel, fake in (
+        ("varlen_prep::pack_order", "(Tensor mask) -> (Tensor, Tensor, Tensor)", _pack_order, _fake_pack_order),
+        ("varlen_prep::gather_rows", _GATHER, _gather_rows, _fake_gather_rows),
+    ):
+        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Not to be traced into, where an operator is called from a frame that runs eagerly after a graph break.
+        torch.library.impl(name, "CompositeExplicitAutograd", torch._disable_dynamo(kernel))
+        torch.library.register_fake(name, fake)
+    torch.library.register_autograd("varlen_prep::gather_rows", _gradient, setup_context=_save_indices)
+
+
+_define()
