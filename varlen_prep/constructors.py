@@ -93,6 +93,12 @@ class Constructors:
             ValueError: offsets that do not start at 0, decrease, or pass the rows (host data and CPU tensors; a
                 device-side assert where they are on a GPU).
             TypeError: another dtype.
+
+        Example:
+            >>> from varlen_prep import VarlenMetadata
+            >>> meta = VarlenMetadata.from_cu_seqlens([0, 3, 5])
+            >>> meta.max_seqlen_q, meta.exact_q
+            (3, True)
         """
         place = _device(device)
         q = sources.from_cu_seqlens("q", cu_seqlens_q, max_seqlen_q, total_q, capacity, place)
@@ -166,6 +172,13 @@ class Constructors:
         Raises:
             ValueError, TypeError: as for `from_document_ids`; three dimensions without `axis`; a mask of another
                 shape or dtype.
+
+        Example:
+            >>> import torch
+            >>> from varlen_prep import VarlenMetadata
+            >>> positions = torch.tensor([0, 1, 2, 0, 1])
+            >>> VarlenMetadata.from_position_ids(positions, capacity=4).cu_seqlens_q.tolist()
+            [0, 3, 5, 5, 5]
         """
         if isinstance(position_ids, Tensor) and position_ids.ndim == 3:
             if axis is None:

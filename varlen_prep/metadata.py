@@ -18,17 +18,28 @@ from . import dense
 from .constructors import Constructors
 from .offsets import Side, check_rewritable, with_capacity
 from .packing import past_end
+from .pictures import Pictures
 
 Layout = Literal["uniform", "packed", "in_place"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class VarlenMetadata(Constructors):
+class VarlenMetadata(Constructors, Pictures):
     """Sequence offsets of queries and keys, and how rows are laid out.
 
     A pytree: tensors and ints are leaves, so it passes through `torch.compile`, `torch.export`, checkpointing, pickle
     and deepcopy. Tensors may be rewritten in place between replays of a CUDA graph (`copy_`); host values may not
     change, since a capture has baked them in.
+
+    Example:
+        >>> from varlen_prep import VarlenMetadata
+        >>> meta = VarlenMetadata.from_lengths([2, 1]).to("cpu")
+        >>> meta.materialize(causal=True).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        >>> meta.flash_kwargs()["max_seqlen_q"], meta.transformers_kwargs()["max_length_q"]
+        (2, 2)
+        >>> meta.copy_(VarlenMetadata.from_lengths([1, 2])).cu_seqlens_q.tolist()
+        [0, 1, 3]
     """
 
     cu_seqlens_q: Tensor
@@ -174,6 +185,18 @@ class VarlenMetadata(Constructors):
         Raises:
             ValueError: `other` has more sequences, a longer maximum, or a host value that this object cannot take on.
         """
+        self.check_copy(other)
+        for name in ("q", "k"):
+            mine, theirs = self.side(name), other.side(name)
+            offsets = with_capacity(theirs.cu_seqlens, mine.cu_seqlens.shape[0] - 1)
+            mine.cu_seqlens.copy_(offsets, non_blocking=mine.cu_seqlens.is_cuda)
+            for target, source in ((mine.order, theirs.order), (mine.inverse, theirs.inverse)):
+                if target is not None and source is not None:
+                    target.copy_(source, non_blocking=target.is_cuda)
+        return self
+
+    def check_copy(self, other: VarlenMetadata) -> None:
+        """The checks of `copy_`, on host values alone; nothing is written."""
         if (self.layout, self.batch, self.seq_q, self.seq_kv) != (other.layout, other.batch, other.seq_q, other.seq_kv):
             raise ValueError(
                 f"other: expected layout and padded shape {(self.layout, self.batch, self.seq_q, self.seq_kv)}, got "
@@ -186,16 +209,8 @@ class VarlenMetadata(Constructors):
             )
         if self.layout == "in_place" and self.cu_seqlens_q.shape != other.cu_seqlens_q.shape:
             raise ValueError("other: expected masks on the same sides in the in_place layout; capture once for each.")
-        pairs = [(self.side(name), other.side(name), name) for name in ("q", "k")]
-        for mine, theirs, name in pairs:
-            check_rewritable(mine, theirs, name)
-        for mine, theirs, _ in pairs:
-            offsets = with_capacity(theirs.cu_seqlens, mine.cu_seqlens.shape[0] - 1)
-            mine.cu_seqlens.copy_(offsets, non_blocking=mine.cu_seqlens.is_cuda)
-            for target, source in ((mine.order, theirs.order), (mine.inverse, theirs.inverse)):
-                if target is not None and source is not None:
-                    target.copy_(source, non_blocking=target.is_cuda)
-        return self
+        for name in ("q", "k"):
+            check_rewritable(self.side(name), other.side(name), name)
 
     def to(self, device: torch.device | str) -> VarlenMetadata:
         """The same metadata with its tensors on `device`; host values stay."""
