@@ -6,7 +6,7 @@
 
 Times are medians of interleaved runs in microseconds, measured with CUDA events around one call that begins on an idle
 GPU, so they hold the host's part where that is longer; "on the GPU" is the time in kernels alone. Clocks are left as
-they are. Each result is checked against the oracle before it is timed. Parts: preparation, packing, attention.
+they are. Each result is checked against the oracle before it is timed. Parts: preparation, packing, attention, captured_masks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from report import markdown, plot, write_csv
 
-PARTS = ("preparation", "packing", "attention")
+PARTS = ("preparation", "packing", "attention", "captured_masks")
 PACKAGES = (
     "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "sageattention", "nvidia-cudnn-frontend", "diffusers",
     "transformers",
