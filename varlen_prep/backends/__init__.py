@@ -9,6 +9,7 @@ from ._record import Arguments as Arguments
 from ._record import Backend as Backend
 from ._record import Request as Request
 from ._record import lse_dtype as lse_dtype
+from .cudnn import CUDNN
 from .flash import FLASH
 from .flash3 import FLASH3
 from .flash4 import FLASH4
@@ -17,7 +18,7 @@ from .native import NATIVE
 from .reference import REFERENCE
 from .sage import SAGE
 
-_BACKENDS = (NATIVE, FLASH, FLASH3, FLASH4, SAGE, FLASH_HUB, FLASH3_HUB, FLASH4_HUB, SAGE_HUB, REFERENCE)
+_BACKENDS = (NATIVE, FLASH, FLASH3, FLASH4, CUDNN, SAGE, FLASH_HUB, FLASH3_HUB, FLASH4_HUB, SAGE_HUB, REFERENCE)
 REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BACKENDS}
 
 AUTOMATIC: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("flash3", "flash4", "native")}
