@@ -44,31 +44,37 @@ def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
 
 
-def times(calls: Mapping[str, Call], device: str, runs: int = RUNS) -> dict[str, list[float]]:
-    """Microseconds of each call, interleaved, so that clocks and neighbours treat all alike; sorted."""
+def times(calls: Mapping[str, Call], device: str, runs: int = RUNS, queued: int = 1) -> dict[str, list[float]]:
+    """Microseconds of each call, interleaved, so that clocks and neighbours treat all alike; sorted.
+
+    With `queued`, that many calls follow each other in one measurement, and their mean counts: the host prepares the
+    next call while the GPU works, as it does in a model.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     clock = _cuda_microseconds if device == "cuda" else _cpu_microseconds
     for step in range(WARM_UP + runs):
         for name, call in calls.items():
-            value = clock(call)
+            value = clock(call, queued)
             if step >= WARM_UP:
                 found[name].append(value)
     return {name: sorted(values) for name, values in found.items()}
 
 
-def _cuda_microseconds(call: Call) -> float:
+def _cuda_microseconds(call: Call, queued: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    call()
+    for _ in range(queued):
+        call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1000
+    return start.elapsed_time(end) * 1000 / queued
 
 
-def _cpu_microseconds(call: Call) -> float:
+def _cpu_microseconds(call: Call, queued: int) -> float:
     start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
+    for _ in range(queued):
+        call()
+    return (time.perf_counter() - start) * 1e6 / queued
 
 
 def rows(

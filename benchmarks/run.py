@@ -6,7 +6,7 @@
 
 Times are medians of interleaved runs in microseconds, measured with CUDA events around one call that begins on an idle
 GPU, so they hold the host's part where that is longer; "on the GPU" is the time in kernels alone. Clocks are left as
-they are. Each result is checked against the oracle before it is timed. Parts: preparation, packing, attention, captured_masks.
+they are. Each result is checked against the oracle before it is timed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Traps: what a plan was built for is fixed (number of sequences, bounds on lengths and rows), and a call beyond it reads
 or writes where it must not; rows of queries without keys are not written, nor any gradient of a sequence that has
-queries or keys alone; NaN in rows past a sequence reaches it; buffers must start at multiples of 16 bytes; a missing
-buffer is a null pointer; one handle runs on one thread at a time; a right bound that leaves queries without keys.
+queries or keys alone; gradients are written at the offsets of their inputs; buffers must start at multiples of 16
+bytes; a missing buffer is a null pointer; one handle runs on one thread at a time; a right bound leaves queries
+without keys.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import torch
 from torch import Tensor
 
 from . import _attention as kernel
-
-TILE = 128
 
 
 class cudnnGraphNotSupportedError(RuntimeError):  # noqa: N801 (the real name)
@@ -216,9 +215,12 @@ class Graph:
             q, k, v, out, dout, stats = rows
             results = kernel.REFERENCE.backward(dout, q, k, v, out, stats[..., 0].T, args)
             sides = "qkk"
-        spoiled = any(self._past(buffers, one, sequence, size) for one, size in self._read_past(size_q, size_k))
+        if self.backward:
+            for grad, one in zip(self.outputs, self.operands[:3], strict=True):
+                starts = [buffers[x.ragged_offset.uid][sequence] for x in (grad, one)]
+                assert torch.equal(*starts), "written at the offset of its input"
         for one, side, result in zip(self.outputs, sides, results, strict=True):
-            one.rows(buffers, sequence, sizes[side]).copy_(result.fill_(torch.nan) if spoiled else result)
+            one.rows(buffers, sequence, sizes[side]).copy_(result)
 
     def _arguments(self, size_q: int, size_k: int) -> kernel.Arguments:
         offsets = (torch.tensor([0, size], dtype=torch.int32) for size in (size_q, size_k))
@@ -226,16 +228,6 @@ class Graph:
         left = -1 if options["left"] is None else options["left"] - 1
         right = -1 if options["right"] is None else options["right"]
         return kernel.Arguments(*offsets, size_q, size_k, False, left, right, options["scale"], 0.0, False)
-
-    def _read_past(self, size_q: int, size_k: int) -> list[tuple[GraphTensor, int]]:
-        q, k, v, *rest = self.operands
-        return [(v, size_k)] + ([(q, size_q), (k, size_k), (rest[1], size_q)] if self.backward else [])
-
-    def _past(self, buffers: dict[int, Tensor], one: GraphTensor, sequence: int, size: int) -> bool:
-        """Whether the rest of the last tile, past the sequence, holds NaN or infinity."""
-        begin = int(buffers[one.ragged_offset.uid][sequence]) // one.stride[2] + size
-        rest = buffers[one.uid][begin : begin + -size % TILE]
-        return not bool(rest.isfinite().all())
 
 
 def _checked(

@@ -34,6 +34,10 @@ def version(distribution: str) -> str | None:
         return None
 
 
+# The mark of torch.compiler.assume_constant_result, see `selection`: after a graph break this may be traced by itself.
+version._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def gpu_reasons(lowest: tuple[int, int], highest: tuple[int, int] | None = None) -> list[str]:
     """Reasons why the current GPU cannot run kernels built for CUDA compute capabilities in [lowest, highest]."""
     if torch.version.hip is not None:
@@ -42,6 +46,7 @@ def gpu_reasons(lowest: tuple[int, int], highest: tuple[int, int] | None = None)
         return ["no CUDA GPU is available"]
     found = torch.cuda.get_device_capability()
     if found < lowest or (highest is not None and found > highest):
-        wanted = f"{lowest[0]}.{lowest[1]}" + (f" to {highest[0]}.{highest[1]}" if highest else " or newer")
+        most = "" if highest == lowest else f" to {highest[0]}.{highest[1]}" if highest else " or newer"
+        wanted = f"{lowest[0]}.{lowest[1]}{most}"
         return [f"GPU compute capability {found[0]}.{found[1]} (it needs {wanted})"]
     return []
