@@ -2,6 +2,8 @@
 
 from . import tree as _tree  # noqa: F401  registers the pytree
 from .attention import varlen_attention as varlen_attention
+from .auditing import AuditReport as AuditReport
+from .auditing import audit as audit
 from .backends.hub import load_hub_kernel as load_hub_kernel
 from .metadata import VarlenMetadata as VarlenMetadata
 from .packing import pack as pack
@@ -11,7 +13,9 @@ from .selection import backends as backends
 from .selection import use_backend as use_backend
 
 __all__ = [
+    "AuditReport",
     "VarlenMetadata",
+    "audit",
     "backends",
     "load_hub_kernel",
     "pack",

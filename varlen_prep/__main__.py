@@ -1,19 +1,22 @@
 """`python -m varlen_prep`: what is usable on this machine, why the rest is not, and what would be chosen.
 
 `--json` prints the same as JSON; `--check` also runs every usable backend against the reference, forward and
-backward, and exits with 1 if one differs.
+backward, and exits with 1 if one differs. `python -m varlen_prep audit module:function` audits what the function
+returns, a callable and its input sets, and exits with 1 if it is not clean.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import VarlenMetadata, __version__, backends, selection, varlen_attention
+from . import VarlenMetadata, __version__, audit, backends, selection, varlen_attention
 from .backends import REGISTRY, Request, _machine
 
 PACKAGES = (
@@ -45,6 +48,8 @@ LENGTHS = [5, 0, 33, 17]
 def report() -> dict[str, Any]:
     """Versions, GPUs, every backend with its reasons, and the automatic choice for common calls."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "varlen_prep": __version__}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
     versions |= {name: found for name in PACKAGES if (found := _machine.version(name)) is not None}
     gpus = [
         {"name": torch.cuda.get_device_name(i), "capability": "{}.{}".format(*torch.cuda.get_device_capability(i))}
@@ -75,12 +80,23 @@ def _choice(device: str, dtype: torch.dtype, head_dim: int, task: str) -> dict[s
         lse=False,
         equal_lengths=True,
     )
-    order = selection.automatic_order(device)
+    chosen = selection.select(None, request).name
     return {
         "call": f"{device} {str(dtype).removeprefix('torch.')} head size {head_dim} {task}",
-        "backend": selection.select(None, request).name,
-        "why": f"the first of {', '.join(order)} that can" if len(order) > 1 else "the only one that is tried here",
+        "backend": chosen,
+        "why": _why(chosen, device, request),
     }
+
+
+def _why(chosen: str, device: str, request: Request) -> list[str]:
+    """What comes before the chosen backend in the automatic order and why each of them is passed over."""
+    order = selection.automatic_order(device)
+    if chosen not in order:
+        return ["the scope of use_backend"]
+    missing = {state.name: state.reasons for state in backends()}
+    passed = order[: order.index(chosen)]
+    why = "the only one that is tried here" if len(order) == 1 else f"the first of {', '.join(order)} that can"
+    return [why, *(f"{name}: {'; '.join((*missing[name], *REGISTRY[name].reasons(request)))}" for name in passed)]
 
 
 def check() -> list[dict[str, Any]]:
@@ -132,7 +148,10 @@ def _print(found: dict[str, Any]) -> None:
             print(f"  {'':<24}> {state['install']}")
     print("\nChosen without backend=")
     for row in found["automatic"]:
-        print(f"  {row['call']:<44}{row['backend']}, {row['why']}")
+        why, *passed = row["why"]
+        print(f"  {row['call']:<44}{row['backend']}, {why}")
+        for reason in passed:
+            print(f"  {'':<44}- not {reason}")
     if "check" in found:
         print("\nChecked against the reference in float64")
     for row in found.get("check", []):
@@ -140,11 +159,45 @@ def _print(found: dict[str, Any]) -> None:
         print(f"  {row['backend']:<12}{row['device']} {row['dtype']:<10}differs by {row['difference']:.1e}  {mark}")
 
 
-def main(argv: list[str] | None = None) -> int:
+def _load(name: str) -> tuple[Callable[..., Any], Any]:
+    """What `module:function` returns; a `ValueError` that says what is wrong with the name or with the result."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"audit: expected module:function, got {name!r}.")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"audit: cannot find {name}: {error}.") from error
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise ValueError(
+            f"audit: expected {name} to return (callable, inputs), inputs as for varlen_prep.audit, got {made!r}."
+        )
+    return made
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m varlen_prep", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--check", action="store_true", help="run every usable backend against the reference")
+    command = parser.add_subparsers(dest="command").add_parser("audit", help="audit a function of yours")
+    command.add_argument("target", metavar="module:function", help="a function that returns (callable, inputs)")
+    command.add_argument("--backward", action="store_true", help="also gradients")
+    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
     options = parser.parse_args(argv)
+    if options.command == "audit":
+        try:
+            fn, inputs = _load(options.target)
+        except ValueError as error:
+            parser.error(str(error))
+        audited = audit(fn, inputs, backward=options.backward)
+        print(json.dumps(audited.to_dict(), indent=2) if options.json else audited)
+        return 1 if audited.problems() else 0
     found = report()
     if options.check:
         found["check"] = check()
