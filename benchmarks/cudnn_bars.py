@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from measure import device_work, times
+from measure import captured, device_work, times
 from torch import Tensor
 
 from varlen_prep import VarlenMetadata, pack, prepare_varlen, varlen_attention
@@ -87,6 +87,8 @@ def bars(title: str) -> None:
             error = (call().float() - expected.float()).abs().max().item() if name != "sdpa with mask" else 0.0
             assert error < 2e-2, f"{name} differs by {error}"
         report(calls)
+        print("  replayed from a CUDA graph")
+        report({name: captured(call) for name, call in calls.items()})
     leaves = [x.detach().requires_grad_() for x in dense]
     plain = [x.detach().requires_grad_() for x in (q, k, v)]
     outs = {"sdpa with mask": (sdpa(leaves), leaves, dout.transpose(1, 2))}

@@ -77,6 +77,19 @@ def _cpu_microseconds(call: Call, queued: int) -> float:
     return (time.perf_counter() - start) * 1e6 / queued
 
 
+def captured(call: Call) -> Call:
+    """The replay of a CUDA graph of the call: no host work but the launch."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def rows(
     group: str,
     case: str,

@@ -8,7 +8,7 @@ from helpers import DEVICES, PLACES
 from hypothesis import HealthCheck, settings
 
 # Their assertions say as much as those of the tests.
-pytest.register_assert_rewrite("diffusers_helpers", "sage_helpers")
+pytest.register_assert_rewrite("diffusers_helpers", "sage_helpers", "transformers_helpers")
 # The tensors are small: threads would only wait for each other.
 torch.set_num_threads(1)
 # Derandomised, so that a failure in CI is a failure everywhere; `--hypothesis-profile=search` looks further.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from helpers import refuses
 from torch import Tensor
 
 from varlen_prep import AuditReport, audit
-from varlen_prep.auditing import Capture, GraphBreak, HostRead, Place, Recompile
+from varlen_prep.auditing import Capture, GraphBreak, HostRead, Place, Recompile, _places
 from varlen_prep.testing import assert_clean
 
 PLACE = Place(
@@ -144,3 +145,14 @@ def test_the_import_is_light_and_audit_is_the_function() -> None:
 
     assert callable(varlen_prep.audit)
     assert varlen_prep.audit is audit
+
+
+def test_a_warning_is_placed_where_it_comes_from() -> None:
+    """As a wait for the GPU is, which torch tells by a warning."""
+    found: dict[str, Any] = {"running": _places.from_running_code, "places": []}
+    exec("def show(*args, **options):\n    places.append(running()[-1])", found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = found["show"]
+        warnings.warn("a wait", stacklevel=1)
+    assert found["places"][0].function == "test_a_warning_is_placed_where_it_comes_from"

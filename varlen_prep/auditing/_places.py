@@ -6,6 +6,7 @@ import inspect
 import linecache
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,10 @@ from ._report import Place
 _HERE = Path(__file__).parent
 _CALLERS = (str(_HERE / "_running.py"), str(_HERE / "_compiling.py"))
 """The modules that call the audited function: its code begins below them."""
-_NOT_THE_USERS = (str(_HERE), str(Path(torch.__file__).parent), "<eval_with_key>", "<string>", "<frozen")
+# A wait for the GPU is told as a warning, so Python's own frames lie between it and its line.
+_NOT_THE_USERS = (
+    str(_HERE), str(Path(torch.__file__).parent), warnings.__file__, "<eval_with_key>", "<string>", "<frozen",
+)  # fmt: skip
 _FRAME = re.compile(r'File "(.+?)", line (\d+)(?:, in ([^\s,]+))?')
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 UNKNOWN = Place(file="", line=0, function="", source="")
