@@ -159,12 +159,12 @@ def test_patterns_of_images_and_blocks_are_refused():
             batch_size=1, kv_length=4, kv_offset=0, q_length=4,
             mask_function=masking.or_masks(masking.causal_mask_function, lambda b, h, q, k: k < 2),
         )  # fmt: skip
-    with refuses(ValueError, "mask_function: and_masks", "differs per query"):
+    with refuses(ValueError, "mask_function: and_mask differs per query"):
         OURS(
             batch_size=1, kv_length=4, kv_offset=0, q_length=4, use_vmap=True,
             mask_function=masking.and_masks(masking.causal_mask_function, lambda b, h, q, k: k != 2),
         )  # fmt: skip
-    with refuses(ValueError, "mask_function: and_masks", "differs per query"):  # neither a window nor documents
+    with refuses(ValueError, "mask_function: and_mask differs per query"):  # neither a window nor documents
         OURS(
             batch_size=1, kv_length=4, kv_offset=0, q_length=4,
             mask_function=masking.and_masks(masking.causal_mask_function, lambda b, h, q, k: k != 2),

@@ -69,11 +69,11 @@ def mask_function(layout: Layout, capacity: int | None) -> Callable[..., VarlenM
             q_offset = 0 if kv_length == q_length and kv_offset == 0 else cache_position[0]
         causal = "allow_is_bidirectional_skip" not in kwargs  # only the bidirectional patterns are given it
         documents = causal and attention_mask is None and q_length == kv_length and not allow_is_causal_skip
-        composed = mask_function.__qualname__ == "and_masks.<locals>.and_mask"
+        composed = mask_function.__name__ == "and_mask"  # __qualname__ does not trace on torch 2.11
         known = composed and (documents or local_size is not None)
         if use_vmap or not (known or mask_function in (causal_mask_function, bidirectional_mask_function)):
             raise ValueError(
-                f"mask_function: {mask_function.__qualname__} differs per query (an image, prefix, block or custom "
+                f"mask_function: {mask_function.__name__} differs per query (an image, prefix, block or custom "
                 "pattern of this model), which offsets cannot express; use attn_implementation='sdpa' or "
                 "'flex_attention'."
             )
