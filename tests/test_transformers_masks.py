@@ -154,7 +154,7 @@ def test_dense_masks_are_refused():
 
 
 def test_patterns_of_images_and_blocks_are_refused():
-    with refuses(ValueError, "mask_function: or_masks", "differs per query", "flex_attention"):
+    with refuses(ValueError, "mask_function: or_mask differs per query", "flex_attention"):
         OURS(
             batch_size=1, kv_length=4, kv_offset=0, q_length=4,
             mask_function=masking.or_masks(masking.causal_mask_function, lambda b, h, q, k: k < 2),
