@@ -156,3 +156,14 @@ def test_a_warning_is_placed_where_it_comes_from() -> None:
         warnings.showwarning = found["show"]
         warnings.warn("a wait", stacklevel=1)
     assert found["places"][0].function == "test_a_warning_is_placed_where_it_comes_from"
+
+
+def test_a_graph_that_is_traced_again_for_a_float_counts_once() -> None:
+    class Scaled(torch.nn.Module):
+        scale = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(x, self.scale, training=False) * self.scale
+
+    report = audit(Scaled(), [(torch.ones(3, 4),), (torch.ones(5, 4),)])
+    assert report.graphs == 1

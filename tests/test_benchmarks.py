@@ -54,3 +54,15 @@ def test_the_check_of_attention_sees_a_wrong_key(suite):
     ).transpose(1, 2)
     assert attention_error(out, q, k, v, allowed, samples) < 1e-5
     assert attention_error(out, q, k, v, allowed.roll(1, 1), samples) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_flux_model_is_clean_here_and_not_on_the_route_of_diffusers(suite):
+    from audit_flux import audits
+
+    found = audits()
+    found["varlen_prep"].assert_clean()
+    theirs = found["diffusers' own route"]
+    assert len(theirs.breaks) == 2
+    assert len(theirs.reads) == 3
+    assert all("attention_dispatch.py" in read.place.file for read in theirs.reads)

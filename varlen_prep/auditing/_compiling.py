@@ -36,7 +36,8 @@ class Compiled:
     """The function as the compiler sees it, and what it made of it."""
 
     def __init__(self, function: Callable[..., Any], reads: Reads, *, backward: bool, **options: Any) -> None:
-        self.graphs = 0
+        # By compilation: torch may trace and compile once more, to treat Python floats as constants, under the same one.
+        self._compiled: set[Any] = set()
         self.breaks: dict[tuple[str, int], GraphBreak] = {}
         self.recompiles: dict[Recompile, None] = {}
         self._fixed_sizes: dict[int, str] = {}
@@ -48,6 +49,10 @@ class Compiled:
         self.backends: list[Callable[..., Any]] = []
         """By which the compiler tells the audit's code from other code."""
         self.run = self.compiled_by(self._keep_and_run)
+
+    @property
+    def graphs(self) -> int:
+        return len(self._compiled)
 
     def compiled_by(self, backend: str | Callable[..., Any]) -> Callable[..., Any]:
         """The function compiled by another backend, in a code object that nothing else has."""
@@ -62,7 +67,7 @@ class Compiled:
     def _keep_and_run(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         from torch._dynamo.backends.common import aot_autograd
 
-        self.graphs += 1
+        self._compiled.add(torch._guards.CompileContext.current_compile_id())
         self._note_fixed_sizes()
         compile_graph = aot_autograd(fw_compiler=self._forward, bw_compiler=self._gradients)
         return compile_graph(graph, example_inputs)
