@@ -1,7 +1,7 @@
-"""A diffusers Flux model audited on diffusers' own varlen route and on this library's: `python benchmarks/audit_flux.py`.
+"""Audits a Flux model on diffusers' own varlen route and on this library's: `python benchmarks/audit_flux.py`.
 
-Both run the same kernel: diffusers' `flash_varlen` calls `flash_attn_varlen_func`, which is this library's here, so that
-it runs without flash-attn and without a GPU. What is left is what diffusers does around it. Prints a Markdown table.
+Both run the same kernel: diffusers' `flash_varlen` calls `flash_attn_varlen_func`, which is this library's here, so it
+needs neither flash-attn nor a GPU. What is left is what diffusers does around it. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def theirs() -> Iterator[None]:
     """diffusers' own `flash_varlen`, over this library's kernel."""
     with (
         mock.patch.object(attention_dispatch, "flash_attn_varlen_func", compat.flash_attn_varlen_func, create=True),
-        mock.patch.object(attention_dispatch, "_check_attention_backend_requirements", lambda backend: None),
+        mock.patch.object(attention_dispatch, "_check_attention_backend_requirements", return_value=None),
     ):
         yield
 
@@ -59,8 +59,7 @@ def audits() -> dict[str, AuditReport]:
     found = {}
     for title, scope in (("diffusers' own route", theirs()), ("varlen_prep", route("native"))):
         model = model_of()
-        with scope, torch.no_grad():
-            model.set_attention_backend("flash_varlen")
+        with scope, attention_dispatch.attention_backend("flash_varlen"), torch.no_grad():
             found[title] = audit(model, [inputs_of(*shape) for shape in SHAPES])
     return found
 

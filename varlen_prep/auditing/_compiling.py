@@ -36,7 +36,7 @@ class Compiled:
     """The function as the compiler sees it, and what it made of it."""
 
     def __init__(self, function: Callable[..., Any], reads: Reads, *, backward: bool, **options: Any) -> None:
-        # By compilation: torch may trace and compile once more, to treat Python floats as constants, under the same one.
+        # By compilation: to treat Python floats as constants, torch traces and compiles once more under the same one.
         self._compiled: set[Any] = set()
         self.breaks: dict[tuple[str, int], GraphBreak] = {}
         self.recompiles: dict[Recompile, None] = {}
