@@ -16,8 +16,9 @@ from torch import Tensor
 from . import _checks as checks
 from .attention import varlen_attention
 from .metadata import VarlenMetadata
+from .moves import past_end
 from .offsets import Side, packed
-from .packing import fill_rows, past_end
+from .packing import fill_rows
 
 
 def flash_attn_varlen_func(

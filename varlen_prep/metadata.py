@@ -16,8 +16,8 @@ from torch import Tensor
 
 from . import dense
 from .constructors import Constructors
+from .moves import past_end
 from .offsets import Side, check_rewritable, with_capacity
-from .packing import past_end
 from .pictures import Pictures
 
 Layout = Literal["uniform", "packed", "in_place"]

@@ -50,12 +50,13 @@ def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, t
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton, part of torch's CUDA builds, is installed; it is not imported to find out."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if mask.is_cuda and mask.numel() > 0 and _has_triton():
+    if mask.is_cuda and mask.numel() > 0 and has_triton():
         from . import _triton
 
         return _triton.pack_order(mask)
@@ -63,7 +64,7 @@ def _pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
-    if x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and _has_triton():
+    if x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and has_triton():
         from . import _triton
 
         return _triton.gather_rows(x, index, cu_seqlens, to_packed, fill)
@@ -75,10 +76,15 @@ def torch_pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq = mask.shape
     valid = mask.flatten()
     rank = valid.cumsum(0)
-    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
-    if batch * seq > 0:
-        cu_seqlens[1:] = rank.view(batch, seq)[:, -1]
-    return cu_seqlens, *permutation(valid, rank)
+    counts = rank.view(batch, seq)[:, -1] if batch * seq > 0 else rank.new_zeros(batch)
+    return from_counts(counts), *permutation(valid, rank)
+
+
+def from_counts(counts: Tensor) -> Tensor:
+    """int32 (N + 1,) offsets from an inclusive cumulative sum, ints (N,)."""
+    cu_seqlens = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+    cu_seqlens[1:] = counts
+    return cu_seqlens
 
 
 def permutation(valid: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,9 +107,18 @@ def permutation(valid: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
 
 def torch_gather_rows(x: Tensor, index: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
     """`gather_rows` in torch, without its gradient."""
-    packed_row = torch.arange(index.shape[0], device=index.device) if to_packed else index
-    drop = packed_row >= cu_seqlens[-1]
-    return x.index_select(0, index).masked_fill_(drop.view(-1, *[1] * (x.ndim - 1)), fill)
+    drop = past_end(cu_seqlens, index.shape[0]) if to_packed else index >= cu_seqlens[-1]
+    return x.index_select(0, index).masked_fill_(by_row(drop, x), fill)
+
+
+def past_end(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """bool (rows,): True past the last offset."""
+    return torch.arange(rows, device=cu_seqlens.device) >= cu_seqlens[-1]
+
+
+def by_row(drop: Tensor, x: Tensor) -> Tensor:
+    """A row mask shaped to broadcast over the trailing dimensions of x."""
+    return drop.view(-1, *([1] * (x.ndim - 1)))
 
 
 def _fake_pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,13 +40,6 @@ def uniform(name: str, batch: int, seq: int, device: torch.device | None) -> Sid
     return Side(cu_seqlens, seq, True, batch * seq)
 
 
-def from_counts(counts: Tensor) -> Tensor:
-    """int32 (N + 1,) offsets from an inclusive cumulative sum, ints (N,)."""
-    cu_seqlens = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
-    cu_seqlens[1:] = counts
-    return cu_seqlens
-
-
 def with_capacity(cu_seqlens: Tensor, capacity: int) -> Tensor:
     """Offsets of `capacity` sequences: the last offset is repeated, so the added sequences are empty."""
     # Not a filler of capacity + 1 - N offsets, a size that is 0 or 1 for some N, which would compile again.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .moves import gather_rows
+from .moves import by_row, gather_rows
 
 if TYPE_CHECKING:
     from .metadata import VarlenMetadata
@@ -34,19 +34,9 @@ class _ZeroGradientRows(torch.autograd.Function):
         return fill_rows(grad, ctx.saved_tensors[0]), None
 
 
-def _rows(drop: Tensor, x: Tensor) -> Tensor:
-    """A row mask shaped to broadcast over the trailing dimensions of x."""
-    return drop.view(-1, *([1] * (x.ndim - 1)))
-
-
-def past_end(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """bool (rows,): True past the last offset."""
-    return torch.arange(rows, device=cu_seqlens.device) >= cu_seqlens[-1]
-
-
 def fill_rows(x: Tensor, drop: Tensor, fill: float = 0) -> Tensor:
     """x with `fill` in dropped rows (bool, one per row), whatever they held; their gradients are 0."""
-    return x.masked_fill(_rows(drop, x), fill)
+    return x.masked_fill(by_row(drop, x), fill)
 
 
 def zero_gradient_rows(x: Tensor, drop: Tensor) -> Tensor:

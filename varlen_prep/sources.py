@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from .moves import permutation
-from .offsets import Side, from_counts, with_capacity
+from .moves import from_counts, permutation
+from .offsets import Side, with_capacity
 
 
 def from_lengths(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .._copies import with_own_tensors
+
 _REPEATS = 3
 
 
@@ -26,17 +28,7 @@ class Call(NamedTuple):
 
     def copy(self) -> Call:
         """The same with tensors of its own, so that a call may write to them; shared tensors stay shared."""
-        copies: dict[int, Tensor] = {}
-
-        def copy(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in copies:
-                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            return copies[id(leaf)]
-
-        args, kwargs = pytree.tree_map(copy, (self.args, self.kwargs))
-        return Call(args, kwargs)
+        return Call(*with_own_tensors((self.args, self.kwargs)))
 
 
 class Result(NamedTuple):

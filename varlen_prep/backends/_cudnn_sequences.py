@@ -7,12 +7,10 @@ the others stay aligned to its end.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from ..moves import has_triton
 from ._cudnn_plans import STARTS, Key
 from ._record import Arguments
 
@@ -34,7 +32,7 @@ def describe(args: Arguments, key: Key, out: Tensor, lse: Tensor) -> dict[str, T
     Returns:
         int32 lengths (N,) of both sides, and for each tensor int64 starts (N + 1,) or longer, in its elements.
     """
-    if out.is_cuda and _has_triton():
+    if out.is_cuda and has_triton():
         from . import _cudnn_triton
 
         parts = 1 if same_offsets(args) or key.backward else key.longest_q
@@ -61,8 +59,3 @@ def torch_describe(args: Arguments, key: Key, out: Tensor, lse: Tensor) -> dict[
     firsts = (*[starts_q] * 3, *[cu_k] * 3)
     starts = {name: x * stride for name, x, stride in zip(STARTS, firsts, key.row_strides, strict=True)}
     return {"lengths_q": seeing.int(), "lengths_k": lengths_k.int(), **starts}
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._copies import with_own_tensors
 from ..metadata import VarlenMetadata
 from ._capture import GraphPool, one_cuda_device
 
@@ -28,7 +29,7 @@ class StaticInputs:
                 )
         # Tensors of inference mode could not be rewritten outside of it.
         with torch.inference_mode(False):
-            self.values = tuple(_copy(one) for one in inputs)
+            self.values = tuple(with_own_tensors(one) for one in inputs)
 
     def write(self, inputs: tuple[Any, ...]) -> None:
         """Writes all inputs, or raises and writes none."""
@@ -119,18 +120,6 @@ class GraphedVarlen:
         with self.pool.lock, self.pool.turn():
             self._graph.replay()
         return self.output
-
-
-def _copy(one: Tensor | VarlenMetadata) -> Any:
-    """A copy with memory of its own; a tensor that both sides of metadata share stays shared."""
-    copies: dict[int, Tensor] = {}
-
-    def copy(x: Tensor) -> Tensor:
-        if id(x) not in copies:
-            copies[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-        return copies[id(x)]
-
-    return pytree.tree_map_only(Tensor, copy, one)
 
 
 def _check(name: str, mine: Tensor | VarlenMetadata, given: Any) -> None:
