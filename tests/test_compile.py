@@ -48,6 +48,22 @@ SCENARIOS: dict[str, tuple[Callable[..., Tensor], int]] = {
 }
 
 
+@pytest.mark.parametrize("static", ["mask", "q", "mask and q"])
+def test_a_constant_size_fits_a_traced_one(static: str) -> None:
+    """A mask whose length the compiler takes for a constant, beside keys that are joined from two parts."""
+
+    def joint(q: Tensor, first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
+        k = torch.cat([first, second], 1)
+        return _attend(q, k, k, mask, mask_q=mask, max_seqlen_k=k.shape[1])
+
+    q, parts, mask = random(2, 12, 2, 8), (random(2, 5, 2, 8), random(2, 7, 2, 8)), make_mask("holes", 2, 12, seed=0)
+    for name, x in (("mask", mask), ("q", q)):
+        if name in static.split(" and "):
+            torch._dynamo.mark_static(x)
+    out = torch.compile(joint, backend="eager", fullgraph=True, dynamic=True)(q, *parts, mask)
+    assert_bit_equal(out, joint(q, *parts, mask))
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_padded_batch_is_one_graph_over_all_shapes_and_syncs_as_documented(name: str) -> None:
     function, syncs = SCENARIOS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers import make_inputs, operators_run, refuses
 
-from varlen_prep import VarlenMetadata, backends, prepare_varlen, use_backend, varlen_attention
+from varlen_prep import VarlenMetadata, backends, prepare_varlen, selection, use_backend, varlen_attention
 from varlen_prep.backends import REGISTRY, Request
 
 META = VarlenMetadata.from_lengths([3, 2])
@@ -131,3 +132,26 @@ def test_native_record_takes_on_cuda_what_its_kernels_have(changes: dict[str, An
 def test_all_reasons_are_listed_at_once() -> None:
     reasons = REGISTRY["native"].reasons(request(dtype=torch.float64, softcap=1.0))
     assert len(reasons) >= 2
+
+
+def test_a_lack_is_looked_for_once_until_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes longer than a small call, and `backend=None` would look for every package in each."""
+    looks, found = [], ["not installed"]
+
+    def missing() -> list[str]:
+        looks.append(True)
+        return list(found)
+
+    fast = dataclasses.replace(REGISTRY["reference"], name="fast", missing=missing)
+    monkeypatch.setitem(REGISTRY, "fast", fast)
+    monkeypatch.setattr(selection, "automatic_order", lambda *device: ("fast", "native"))
+    asked = request(device=torch.device("cpu"), dtype=torch.float32, backward=False)
+    assert [selection.select(None, asked).name for _ in range(3)] == ["native"] * 3
+    assert len(looks) == 1
+    with refuses(ValueError, "not installed"):
+        selection.select("fast", asked)
+    assert len(looks) > 1, "who asks by name is told how it is now"
+    found.clear()
+    assert selection.select(None, asked).name == "native"
+    assert "fast" in [state.name for state in backends() if state.usable]
+    assert selection.select(None, asked).name == "fast"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _TILE = 2048
 """Rows of a mask that one program counts and places."""
+_FEW = 16
+"""Up to so many tiles each program counts all of them itself, which is cheaper than a kernel that only counts."""
 _ELEMENTS = 4096
 """Elements that one program moves."""
 
@@ -21,11 +23,14 @@ def pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq = mask.shape
     rows = batch * seq
     tiles = triton.cdiv(rows, _TILE)
-    counts, cu_seqlens = (mask.new_empty(size, dtype=torch.int32) for size in (tiles, batch + 1))
+    cu_seqlens = mask.new_empty(batch + 1, dtype=torch.int32)
     order, inverse = (mask.new_empty(rows, dtype=torch.int64) for _ in range(2))
     described = (mask.view(torch.uint8), rows, seq, *mask.stride())
     with torch.cuda.device_of(mask):
-        _count[(tiles,)](*described, counts, TILE=_TILE)
+        counts = None
+        if tiles > _FEW:
+            counts = mask.new_empty(tiles, dtype=torch.int32)
+            _count[(tiles,)](*described, counts, TILE=_TILE)
         _place[(tiles,)](*described, counts, tiles, cu_seqlens, order, inverse, TILE=_TILE, CHUNK=1024)
     return cu_seqlens, order, inverse
 
@@ -56,11 +61,18 @@ def _place(
     tile = tl.program_id(0)
     before = 0
     total = 0
-    for first in range(0, tiles, CHUNK):
-        other = first + tl.arange(0, CHUNK)
-        count = tl.load(counts + other, mask=other < tiles, other=0)
-        total += tl.sum(count)
-        before += tl.sum(tl.where(other < tile, count, 0))
+    if counts is None:
+        for other in range(0, tiles):
+            row = other * TILE + tl.arange(0, TILE).to(tl.int64)
+            count = tl.sum(_load(mask, row, rows, seq, batch_stride, seq_stride))
+            total += count
+            before += tl.where(other < tile, count, 0)
+    else:
+        for first in range(0, tiles, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            count = tl.load(counts + other, mask=other < tiles, other=0)
+            total += tl.sum(count)
+            before += tl.sum(tl.where(other < tile, count, 0))
     row = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = row < rows
     valid = _load(mask, row, rows, seq, batch_stride, seq_stride)

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import op, selection
+from ._direct import has_tangent
 from .backends import Request
 from .metadata import VarlenMetadata
 from .packing import fill_rows, pack, unpack, zero_gradient_rows
@@ -71,7 +71,7 @@ def varlen_attention(
     """
     _check_tensors(q, k, v, meta)
     _check_options(window_size, softmax_scale, softcap)
-    if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    if not torch.compiler.is_compiling() and has_tangent(q, k, v):
         raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
     aligned = causal or tuple(window_size) != (-1, -1)
     if aligned and _queries_unstated(meta):
@@ -103,7 +103,8 @@ def varlen_attention(
     q = _to_rows(q, meta, "q", finite_backward)
     k = _to_rows(k, meta, "k", finite_backward)
     v = _to_rows(v, meta, "k", finite)
-    out, lse = op.operator(chosen)(
+    out, lse = op.call(
+        chosen,
         q,
         k,
         v,
@@ -116,6 +117,7 @@ def varlen_attention(
         softmax_scale,
         softcap,
         deterministic,
+        lse=return_lse,
     )
     if finite_backward and meta.layout == "in_place" and (drop := meta.dropped_rows("q", out.shape[0])) is not None:
         out = zero_gradient_rows(out, drop)
@@ -129,9 +131,9 @@ def varlen_attention(
 def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: bool) -> Tensor:
     """The rows that the kernel reads; with `finite`, rows that take no part are 0."""
     if x.ndim == 4:
-        x = pack(x, meta, side)
-        if meta.side(side).order is not None:
-            return x
+        if (meta.order_q if side == "q" else meta.order_k) is not None:
+            return pack(x, meta, side)
+        x = x.flatten(0, 1)
     # Gaps in place are sequences, for which the kernel itself writes zero gradients; a tail it never sees.
     untouched = meta.layout == "in_place" or not (torch.is_grad_enabled() and x.requires_grad)
     if not finite and untouched:
@@ -144,7 +146,7 @@ def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: b
 
 def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Tensor:
     """Rows that a kernel wrote, (T, ...), in the caller's shape, `fill` where a row takes no part."""
-    if meta.layout == "in_place":  # the kernel itself filled the gaps
+    if meta.layout != "packed":  # every row takes part, or the kernel itself filled the gaps
         return x.unflatten(0, meta.padded_shape("q")) if padded else x
     if padded:
         return unpack(x, meta, "q", fill=fill)
@@ -178,38 +180,39 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Non
         raise TypeError(f"meta: expected VarlenMetadata, got {type(meta).__name__}; make it with prepare_varlen.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them.")
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if len(of_q) not in (3, 4) or not len(of_q) == len(of_k) == len(of_v):
         raise ValueError(
             "q, k, v: expected all padded (batch, seq, heads, head_dim) or all packed (rows, heads, head_dim), got "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+            f"{tuple(of_q)}, {tuple(of_k)}, {tuple(of_v)}."
         )
-    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+    if of_k[:-1] != of_v[:-1] or of_q[-1] != of_k[-1]:
         raise ValueError(
             "q, k, v: expected k and v of the same rows and heads, and q and k of the same head_dim, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+            f"{tuple(of_q)}, {tuple(of_k)}, {tuple(of_v)}."
         )
-    if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"q, v: expected a head_dim of at least 1, got {q.shape[-1]} and {v.shape[-1]}.")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
-        raise ValueError(f"q: expected a multiple of the {k.shape[-2]} key heads, got {q.shape[-2]} heads.")
-    if meta.cu_seqlens_q.device != q.device or k.device != q.device or v.device != q.device:
+    if of_q[-1] == 0 or of_v[-1] == 0:
+        raise ValueError(f"q, v: expected a head_dim of at least 1, got {of_q[-1]} and {of_v[-1]}.")
+    if of_k[-2] == 0 or of_q[-2] % of_k[-2] != 0:
+        raise ValueError(f"q: expected a multiple of the {of_k[-2]} key heads, got {of_q[-2]} heads.")
+    if not q.device == k.device == v.device == meta.cu_seqlens_q.device:
         raise ValueError(
             f"q, k, v, meta: expected one device, got {q.device}, {k.device}, {v.device}, {meta.cu_seqlens_q.device}; "
             "prepare with device=q.device or call meta.to(q.device)."
         )
-    for name, x, total in (("q", q, meta.total_q), ("k", k, meta.total_k)):
+    for name, shape, total in (("q", of_q, meta.total_q), ("k", of_k, meta.total_k)):
         if meta.batch is not None:
             batch, seq = meta.padded_shape(name)
-            expected = (batch, seq) if x.ndim == 4 else (batch * seq,)
-            if x.shape[:-2] != expected:
+            expected = (batch, seq) if len(shape) == 4 else (batch * seq,)
+            if shape[:-2] != expected:
                 raise ValueError(
                     f"{name}: the metadata describes {expected} rows, followed by (heads, head_dim), got "
-                    f"{tuple(x.shape)}; heads come after rows here, unlike in scaled_dot_product_attention."
+                    f"{tuple(shape)}; heads come after rows here, unlike in scaled_dot_product_attention."
                 )
-        elif x.ndim == 4:
+        elif len(shape) == 4:
             raise ValueError(
                 f"{name}: the metadata describes packed rows, so (rows, heads, head_dim) was expected, got "
-                f"{tuple(x.shape)}; flatten batch and sequence ({name}.flatten(0, 1))."
+                f"{tuple(shape)}; flatten batch and sequence ({name}.flatten(0, 1))."
             )
-        elif total is not None and x.shape[0] < total:
-            raise ValueError(f"{name}: the metadata describes {total} rows, got {x.shape[0]}.")
+        elif total is not None and shape[0] < total:
+            raise ValueError(f"{name}: the metadata describes {total} rows, got {shape[0]}.")

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._direct import unwatched
+
 _KERNEL_DTYPES = frozenset(
     {
         torch.bfloat16, torch.float16, torch.float32, torch.float64,
@@ -32,7 +34,7 @@ def pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         `cu_seqlens` int32 (B + 1,); `order` int64 (R,), the padded row that each packed row holds; `inverse` int64
         (R,), the packed row of each padded row.
     """
-    return torch.ops.varlen_prep.pack_order(mask)
+    return _pack_order(mask) if unwatched(mask) else torch.ops.varlen_prep.pack_order(mask)
 
 
 def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
@@ -46,7 +48,8 @@ def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, t
         to_packed: whether the result, or x, is the packed one of the two.
         fill: what rows that take no part are filled with.
     """
-    return torch.ops.varlen_prep.gather_rows(x, index, inverse, cu_seqlens, to_packed, fill)
+    gather = _gather_rows if unwatched(x) else torch.ops.varlen_prep.gather_rows
+    return gather(x, index, inverse, cu_seqlens, to_packed, fill)
 
 
 @functools.cache

@@ -35,8 +35,10 @@ def with_maximum(side: Side, max_seqlen: int, exact: bool) -> Side:
 def uniform(name: str, batch: int, seq: int, device: torch.device | None) -> Side:
     """`batch` sequences of `seq` rows each: nothing but the offsets is allocated."""
     check_int32_offsets(name, batch * seq)
-    # Not arange(0, n, step), which raises for a length of 0.
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq
+    if torch.compiler.is_compiling() or seq == 0:  # a step of 0 raises, and traced sizes are not to be asked for it
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq
+    else:
+        cu_seqlens = torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=device)
     return Side(cu_seqlens, seq, True, batch * seq)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
+from ._direct import unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -53,15 +54,28 @@ def operator(backend: Backend) -> Any:
     return getattr(torch.ops.varlen_prep, backend.op).default
 
 
-def _arguments(q: Tensor, rest: tuple[Any, ...]) -> Arguments:
+def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse: bool) -> tuple[Tensor, Tensor]:
+    """The operator with all its arguments, or its kernel at once where nothing else would see the call.
+
+    Without `lse` what comes back for it may be anything.
+    """
+    if unwatched(q, k, v):
+        return _compute(backend, q, k, v, _arguments(q, arguments, lse))
+    return operator(backend)(q, k, v, *arguments)
+
+
+def _arguments(q: Tensor, rest: tuple[Any, ...], lse: bool = True) -> Arguments:
     """Fills in what the caller left out: the schema's defaults, and the scale."""
-    rest = rest + (None, 0.0, False)[len(rest) - 7 :]
-    args = Arguments(*rest)
-    return args if args.softmax_scale is not None else args._replace(softmax_scale=q.shape[-1] ** -0.5)
+    scale, softcap, deterministic = rest[7:] + (None, 0.0, False)[len(rest) - 7 :]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Arguments._make((*rest[:7], scale, softcap, deterministic, lse))
 
 
 def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    args = _arguments(q, rest)
+    return _compute(backend, q, k, v, _arguments(q, rest))
+
+
+def _compute(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     _check_rows(q, k, args)
     if _nothing_attends(q, k, args):
         out, lse = _fake_forward(q, k, v)
@@ -72,7 +86,7 @@ def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
             f"backend {backend.name!r}: expected a log-sum-exp (heads, total_q) = {(q.shape[1], q.shape[0])}, got "
             f"{tuple(lse.shape)}; this release of its package is not one that varlen_prep knows."
         )
-    return out.contiguous(), lse.contiguous()
+    return out.contiguous(), lse.contiguous() if args.lse else lse
 
 
 def _backward(

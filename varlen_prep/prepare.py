@@ -145,7 +145,8 @@ def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.devic
             "expressed by offsets; use causal=True or window_size= if that is what it holds."
         )
     rows = mask.reshape(1, -1) if mask.ndim == 1 else mask.reshape(mask.shape[0], mask.shape[-1])
-    if rows.shape[0] not in (1, batch) or rows.shape[1] not in (1, seq):
+    # Not `in (1, seq)`: while tracing, a constant is not found in a tuple of traced sizes.
+    if any(size != 1 and size != full for size, full in zip(rows.shape, (batch, seq), strict=True)):
         raise ValueError(
             f"{name}: expected a shape that broadcasts to (batch, seq) = ({batch}, {seq}), got {tuple(mask.shape)}."
         )

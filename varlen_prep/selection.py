@@ -24,7 +24,7 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
-_complete: set[Callable[[], list[str]]] = set()
+_looked: dict[Callable[[], list[str]], tuple[str, ...]] = {}
 
 
 class BackendState(NamedTuple):
@@ -40,7 +40,7 @@ class BackendState(NamedTuple):
 
 
 def backends() -> list[BackendState]:
-    """Every backend of the library, usable here or not, with all reasons why not.
+    """Every backend of the library, usable here or not, with all reasons why not; looks for packages anew.
 
     Example:
         >>> from varlen_prep import backends
@@ -49,7 +49,7 @@ def backends() -> list[BackendState]:
     """
     rows = []
     for backend in REGISTRY.values():
-        reasons = _missing(backend.name)
+        reasons = _missing(backend.name, True)
         rows.append(BackendState(backend.name, not reasons, reasons, backend.install, backend.summary))
     return rows
 
@@ -87,12 +87,13 @@ def find(name: str) -> Backend:
 def select(name: str | None, request: Request) -> Backend:
     """The backend for a call. A named one (argument or scope) runs or raises; it is never replaced.
 
-    Without a name the first that can run the call is taken, in the order measured for the GPU.
+    Without a name the first that can run the call is taken, in the order measured for the GPU; of packages that are
+    installed meanwhile it learns from `backends()`.
     """
     name = name if name is not None else _scope.name
     if name is not None:
         backend = find(name)
-        if reasons := _reasons(backend, request):
+        if reasons := _reasons(backend, request, True):
             raise ValueError(f"backend {name!r} cannot run this call: {_text(backend, reasons)}. {_advice(request)}")
         return backend
     order = automatic_order(request.device.type, request.device.index)
@@ -103,22 +104,20 @@ def select(name: str | None, request: Request) -> Backend:
     raise ValueError(f"no backend that is chosen by itself can run this call: {' | '.join(tried)}. {_advice(request)}")
 
 
-def _reasons(backend: Backend, request: Request) -> list[str]:
+def _reasons(backend: Backend, request: Request, again: bool = False) -> list[str]:
     """Every reason why this call cannot run here, of the machine and of the call."""
-    return [*_missing(backend.name), *backend.reasons(request)]
+    return [*_missing(backend.name, again), *backend.reasons(request)]
 
 
-def _missing(name: str) -> tuple[str, ...]:
+def _missing(name: str, again: bool = False) -> tuple[str, ...]:
     """What the machine lacks for a backend; looking for packages cannot be traced, so tracing takes the answer.
 
-    A machine that has everything keeps it, so only a lack is looked for again (the look costs about as much as a call).
+    The answer is kept, because a look costs more than a small call; with `again` a lack is looked for anew.
     """
     missing = REGISTRY[name].missing
-    if missing in _complete:
-        return ()
-    reasons = tuple(missing())
-    if not reasons:
-        _complete.add(missing)
+    reasons = _looked.get(missing)
+    if reasons is None or (again and reasons):
+        reasons = _looked[missing] = tuple(missing())
     return reasons
 
 

@@ -32,6 +32,16 @@ def rows(names: str, *tensors: Tensor) -> dict[str, Tensor]:
     return dict(zip(names.split(), one_size(*tensors), strict=True))
 
 
+def result(out: Tensor, lse: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """What a forward kernel wrote, in the form of the contract."""
+    return cut_size(out, v.shape[-1]), contract_lse(lse) if args.lse else lse
+
+
+def cut_size(x: Tensor, size: int) -> Tensor:
+    """x without the zeros that padded its head size."""
+    return x if x.shape[-1] == size else x[..., :size]
+
+
 def contract_lse(lse: Tensor) -> Tensor:
     """In place: the kernel marks a query without keys by +inf, the contract by -inf."""
     return lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
@@ -44,12 +54,14 @@ def kernel_lse(lse: Tensor) -> Tensor:
 
 def one_size(*tensors: Tensor, multiple: int = 8) -> list[Tensor]:
     """All head sizes padded with zeros, which change nothing, to one that the kernel takes, elements side by side."""
-    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    wide = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
+    sizes = [x.shape[-1] for x in tensors]
+    size = -(-max(sizes) // multiple) * multiple
+    if min(sizes) < size:
+        tensors = tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def cut(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients back to the head sizes of q, k and v."""
-    dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, like, strict=True))
+    dq, dk, dv = (cut_size(grad, x.shape[-1]) for grad, x in zip(grads, like, strict=True))
     return dq, dk, dv

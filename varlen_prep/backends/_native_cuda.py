@@ -50,7 +50,7 @@ def backward(
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     rows, (lengths, options) = _family.one_size(q, k, v), _flash_arguments(args)
     out, lse, *_ = _aten._flash_attention_forward(*rows, *lengths, False, **options)
-    return out[..., : v.shape[-1]], _family.contract_lse(lse)
+    return _family.result(out, lse, v, args)
 
 
 def _flash_backward(

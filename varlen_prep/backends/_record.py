@@ -26,6 +26,8 @@ class Arguments(NamedTuple):
     softmax_scale: float
     softcap: float
     deterministic: bool
+    lse: bool = True
+    """Whether anyone reads the log-sum-exp; otherwise it need not be brought into the form of the contract."""
 
 
 class Request(NamedTuple):

@@ -28,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, T
     lse = q.new_empty(out.shape[:2], dtype=torch.float32)
     sequences = describe(args, plan.key, out, lse)
     device.run(plan, {**_named("q k v", rows), "out": out, "lse": lse, **sequences})
-    return out[..., : v.shape[-1]], lse.T
+    return _family.cut_size(out, v.shape[-1]), lse.T
 
 
 def backward(

@@ -23,7 +23,7 @@ def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Ar
     function = find(module(), "_flash_attn_varlen_forward", "flash_attn_interface._flash_attn_varlen_forward")
     rows = _family.rows("q k v", q, k, v)
     out, lse, *_ = call(function, {"softcap": (args.softcap, 0.0)}, **rows, **_shared(args))
-    return out[..., : v.shape[-1]], _family.contract_lse(lse)
+    return _family.result(out, lse, v, args)
 
 
 def backward(

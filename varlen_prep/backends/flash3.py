@@ -31,7 +31,7 @@ def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Ar
             "update flash-attn 3."
         )
     out, lse = result[:2]
-    return out[..., : v.shape[-1]], _family.contract_lse(lse)
+    return _family.result(out, lse, v, args)
 
 
 def backward(

@@ -32,7 +32,7 @@ def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Ar
         **rows,
         **_family.arguments(args),
     )
-    return out[..., : v.shape[-1]], _family.contract_lse(lse)
+    return _family.result(out, lse, v, args)
 
 
 def backward(
