@@ -58,6 +58,10 @@ def cases(device: str) -> list[Case]:
             name="encoder B64 S512, half full", seq_q=512, seq_kv=512, lengths=tuple(8 * (i + 1) for i in range(64)),
             heads=16, heads_kv=16, dim=64,
         ),
+        Case(
+            name="small B4 S128, no mask", seq_q=128, seq_kv=128, lengths=(128,) * 4, heads=8, heads_kv=8, dim=64,
+            kind="none",
+        ),
         Case(name="small B4 S128", seq_q=128, seq_kv=128, lengths=(128, 100, 64, 7), heads=8, heads_kv=8, dim=64),
         *(
             Case(

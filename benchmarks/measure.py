@@ -35,13 +35,40 @@ class Row:
     """Memory allocated at the peak, above what was there before."""
     error: float | None = None
     """Largest absolute difference to the oracle."""
+    first_s: float | None = None
+    """Seconds of the first call or calls, with all compiling."""
+    graphs: int | None = None
+    """Graphs compiled in them."""
+    breaks: int | None = None
+    """Graph breaks in them."""
     note: str = ""
 
 
-def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class Compiling:
+    """What the first call, or calls, of a compiled function took."""
+
+    first_s: float
+    graphs: int
+    breaks: int
+
+
+def first_calls(call: Call, device: str) -> Compiling:
+    """Runs the call for the first time."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    begin = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    return Compiling(seconds, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+
+def compiled(function: Callable[..., Any], device: str, fullgraph: bool = True) -> Callable[..., Any]:
     """As users compile it; on a CPU, where only the scripts are tested, the graph runs eagerly."""
     backend = "inductor" if device == "cuda" else "eager"
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    return torch.compile(function, fullgraph=fullgraph, dynamic=True, backend=backend)
 
 
 def times(calls: Mapping[str, Call], device: str, runs: int = RUNS, queued: int = 1) -> dict[str, list[float]]:
@@ -98,13 +125,16 @@ def rows(
     *,
     errors: Mapping[str, float] | None = None,
     notes: Mapping[str, str] | None = None,
+    compiling: Mapping[str, Compiling] | None = None,
     details: bool = False,
     runs: int = RUNS,
+    queued: int = 1,
 ) -> list[Row]:
     """A row for each call; `details` adds kernels, their time, syncs and memory, each from one more call on a GPU."""
     found = []
-    for name, values in times(calls, device, runs).items():
-        more = describe(calls[name]) if details and device == "cuda" else {}
+    for name, values in times(calls, device, runs, queued).items():
+        more: dict[str, Any] = dict(describe(calls[name])) if details and device == "cuda" else {}
+        more |= dataclasses.asdict(compiling[name]) if compiling and name in compiling else {}
         found.append(
             Row(
                 group=group,

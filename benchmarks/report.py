@@ -19,6 +19,9 @@ COLUMNS = {
     "syncs": ("syncs", "{}"),
     "megabytes": ("MB", "{:.1f}"),
     "error": ("error", "{:.4f}"),
+    "first_s": ("first calls, s", "{:.1f}"),
+    "graphs": ("graphs", "{}"),
+    "breaks": ("breaks", "{}"),
     "note": ("", "{}"),
 }
 

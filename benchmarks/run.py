@@ -19,10 +19,11 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import bars
 import torch
 from report import markdown, plot, write_csv
 
-PARTS = ("preparation", "packing", "attention", "captured_masks")
+PARTS = ("preparation", "packing", "attention", "models", "motion", "llm", "captured_masks")
 PACKAGES = (
     "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "sageattention", "nvidia-cudnn-frontend", "diffusers",
     "transformers",
@@ -55,6 +56,8 @@ def main() -> None:
             for group in dict.fromkeys(row.group for row in rows):
                 plot(folder, group, rows)
         print(f"{part}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    table = bars.markdown(list(bars.bars(bars.read_all(folder))))
+    (folder / "bars.md").write_text(f"# Bars\n\n{gpu}; {versions()}\n\n{table}")
     print(f"written to {folder}", file=sys.stderr)
 
 

@@ -22,9 +22,45 @@ def test_the_suite_runs_at_its_tiny_sizes(tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--no-plots", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=FOLDER.parent)
     assert done.returncode == 0, done.stderr
-    for part in ("preparation", "packing", "attention", "captured_masks"):
+    for part in ("preparation", "packing", "attention", "models", "motion", "llm", "captured_masks"):
         assert (tmp_path / f"{part}.csv").read_text().count("\n") > 1
         assert f"# {part}" in (tmp_path / f"{part}.md").read_text()
+
+    assert "over diffusers: median of all shapes" in (tmp_path / "bars.md").read_text()
+
+
+def test_bars_compare_what_they_say(suite):
+    from bars import bars, markdown
+    from measure import Row
+
+    def row(case, route, median, **more):
+        return Row(group=more.pop("group", "forward"), case=case, route=route, median_us=median, **more)
+
+    flux = "Flux B4 S4608, no mask"
+    found = bars(
+        [
+            row(flux, "native: bare kernel, ideal rows", 100.0, syncs=0),
+            row(flux, "native: uniform", 106.0, syncs=0),
+            row(flux, "native: uniform, compiled", 101.0, syncs=0),
+            row("Flux B4 S4608, 4608/1000/300/77", "SDPA, mask", 400.0),
+            row("Flux B4 S4608, 4608/1000/300/77", "cudnn: packed", 150.0),
+            row("Flux B4 S4608, 4608/1000/300/77", "cudnn: in_place", 90.0),
+            row("Flux, compiled", "varlen_prep, flash3", 100.0, group="models", first_s=10.0),
+            row("Flux, compiled", "diffusers SDPA, mask", 110.0, group="models", first_s=10.0),
+            row("Flux, compiled", "diffusers _flash_3_varlen_hub", 105.0, group="models", first_s=40.0),
+        ]
+    )
+    told = {bar.claim: (bar.found, bar.met) for bar in found}
+    assert told["native over the bare kernel, no mask, eager"] == (1.06, False)
+    assert told["native over the bare kernel, no mask, compiled"] == (1.01, True)
+    assert told["flash3 over the bare kernel, no mask, eager"] == (None, None)
+    assert told["best kernel over SDPA with a mask, key lengths 4608/1000/300/77"] == (0.225, True)
+    assert told["Flux, compiled, flash3: speed over diffusers SDPA, mask"] == (1.1, True)
+    assert told["Flux, compiled, flash3: speed over diffusers _flash_3_varlen_hub"] == (1.05, False)
+    assert told["Flux, flash3: time to compile over that of diffusers _flash_3_varlen_hub"] == (0.25, True)
+    assert told["syncs without a mask"] == (0, True)
+    assert told["graphs for 50 shapes"] == (None, None)
+    assert "not measured" in markdown(list(bars([])))
 
 
 def test_rows_survive_the_file(suite, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from helpers import make_inputs, operators_run, refuses
 
 from varlen_prep import VarlenMetadata, backends, prepare_varlen, selection, use_backend, varlen_attention
-from varlen_prep.backends import REGISTRY, Request
+from varlen_prep.backends import AUTOMATIC, REGISTRY, Request
 
 META = VarlenMetadata.from_lengths([3, 2])
 
@@ -155,3 +155,17 @@ def test_a_lack_is_looked_for_once_until_it_is_asked_for_again(monkeypatch: pyte
     assert selection.select(None, asked).name == "native"
     assert "fast" in [state.name for state in backends() if state.usable]
     assert selection.select(None, asked).name == "fast"
+
+
+@pytest.mark.parametrize(
+    ("rows", "backward", "name"), [(10**6, True, "native"), (10**6, False, "cudnn"), (10**5, True, "cudnn")]
+)
+def test_cudnn_is_not_chosen_for_gradients_that_it_cannot_count(
+    rows: int, backward: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REGISTRY, "cudnn", dataclasses.replace(REGISTRY["cudnn"], missing=list))
+    monkeypatch.setattr(selection, "automatic_order", lambda *device: AUTOMATIC[9, 0][-2:])
+    asked = request(rows_q=rows, rows_k=8, heads=24, head_dim=128, head_dim_v=128, backward=backward)
+    assert selection.select(None, asked).name == name
+    assert selection.select(None, asked._replace(rows_q=8, rows_k=rows, heads_kv=24)).name == name
+    assert any("2**31" in reason for reason in REGISTRY["cudnn"].reasons(asked)) == (name == "native")

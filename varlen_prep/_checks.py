@@ -57,7 +57,7 @@ def check_bound(name: str, bound: int, limit: int | None, lengths: Callable[[], 
     values; a smaller one is compared with `lengths()` (ints, any shape, on the device).
     """
     check_size(name, bound)
-    if limit is not None and _surely(bound >= limit):
+    if limit is not None and surely(bound >= limit):
         return
     require(
         (lengths() <= bound).all(),
@@ -65,7 +65,7 @@ def check_bound(name: str, bound: int, limit: int | None, lengths: Callable[[], 
     )
 
 
-def _surely(condition: Any) -> bool:
+def surely(condition: Any) -> bool:
     """Whether a comparison of sizes holds for certain; traced sizes are not guarded on, which would compile again."""
     if not torch.compiler.is_compiling():
         return bool(condition)

@@ -94,6 +94,8 @@ def varlen_attention(
         backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
         lse=return_lse,
         equal_lengths=aligned and meta.equal_lengths,
+        rows_q=q.shape[:-2].numel(),
+        rows_k=k.shape[:-2].numel(),
     )
     chosen = selection.select(backend, request)
     if request.backward:

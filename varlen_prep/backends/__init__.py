@@ -21,7 +21,7 @@ from .sage import SAGE
 _BACKENDS = (NATIVE, FLASH, FLASH3, FLASH4, CUDNN, SAGE, FLASH_HUB, FLASH3_HUB, FLASH4_HUB, SAGE_HUB, REFERENCE)
 REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BACKENDS}
 
-AUTOMATIC: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("flash3", "flash4", "native")}
+AUTOMATIC: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("flash3", "flash4", "cudnn", "native")}
 """The order in which `backend=None` tries them, by CUDA compute capability, as measured (`benchmarks/results/`).
 
 Where nothing was measured, on CPU too, only `native` is tried. Hub kernels are never tried: they may be downloaded.

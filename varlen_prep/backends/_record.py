@@ -47,6 +47,9 @@ class Request(NamedTuple):
     lse: bool
     equal_lengths: bool
     """Query and key lengths of every sequence are known to agree: both sides have the same offsets tensor."""
+    rows_q: int = 0
+    """Rows of q, those that take no part included; a SymInt while tracing, as is `rows_k`."""
+    rows_k: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._checks import surely
 from . import _cudnn_plans, _family, _machine
 from ._cudnn_plans import Key, round_up
 from ._cudnn_sequences import describe
-from ._record import Arguments, Backend
+from ._record import Arguments, Backend, Request
 
 FRONTEND = (1, 18)
 LOWEST, WRONG = 91002, 91400
 """Versions of cuDNN: earlier than 9.10.2 it lacks windows that are not causal; 9.14.0 has wrong ones."""
+MOST_ELEMENTS = 2**31
+"""In q, and in k, for gradients."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
@@ -141,7 +144,7 @@ def _key(rows: list[Tensor], args: Arguments, backward: bool = False) -> Key:
 def _check_size(rows: list[Tensor]) -> None:
     """The backward kernel counts elements of its buffers in 32 bits; the forward one in 64."""
     for x in rows[:2]:
-        if round_up(x.shape[0], least=128, steps=2) * x.shape[1] * x.shape[2] > 2**31:
+        if round_up(x.shape[0], least=128, steps=2) * x.shape[1] * x.shape[2] > MOST_ELEMENTS:
             raise ValueError(
                 f"backend 'cudnn': expected at most 2**31 elements for gradients, rows rounded up to "
                 f"{round_up(x.shape[0], least=128, steps=2)}, got rows {tuple(x.shape)}; split the batch, or choose "
@@ -151,6 +154,17 @@ def _check_size(rows: list[Tensor]) -> None:
 
 def _named(names: str, tensors: list[Tensor] | tuple[Tensor, ...]) -> dict[str, Tensor]:
     return dict(zip(names.split(), tensors, strict=True))
+
+
+def _refuse(request: Request) -> list[str]:
+    """Known before anything runs, so that another backend is chosen; `_check_size` knows the size to the last row."""
+    found = _family.refuse_head_size(request)
+    if request.backward:
+        size = -(-max(request.head_dim, request.head_dim_v) // 16) * 16
+        for name, rows, heads in (("q", request.rows_q, request.heads), ("k", request.rows_k, request.heads_kv)):
+            if surely(3 * rows * heads * size > 2 * MOST_ELEMENTS):  # rows are rounded up by half of them at most
+                found.append(f"gradients of {name} with about 2**31 elements or more (its kernel counts in 32 bits)")
+    return found
 
 
 def _missing() -> list[str]:
@@ -182,5 +196,5 @@ CUDNN = Backend(
     summary="cuDNN's attention: Hopper, one small package, plans built at the first call of each kind",
     install="pip install nvidia-cudnn-frontend",
     missing=_missing,
-    refuse=_family.refuse_head_size,
+    refuse=_refuse,
 )

@@ -1,0 +1,107 @@
+"""Whole diffusion models at published width, with padded prompts: eager, compiled, and captured in a CUDA graph.
+
+Beside the routes of diffusers: SDPA with a mask, and its own varlen route over the same flash-attn 3.  The limit is the
+compiled model without attention plus the bare kernel on rows that are packed already.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from bare_kernels import BARE
+from diffusion_cases import FLUX, GRID, QWEN, TEXT, Family, Scope, joint_mask, routes, text_mask
+from measure import Call, Compiling, Row, captured, compiled, first_calls, rows, times
+from torch import Tensor
+
+import varlen_prep
+from varlen_prep import VarlenMetadata
+
+BLOCKS = {"cuda": 1, "cpu": 1}
+LIMIT = 0.05
+"""Largest difference to diffusers' SDPA, as a share of the largest output; bf16."""
+
+
+def benchmark(device: str) -> Iterator[Row]:
+    torch._dynamo.config.recompile_limit = 64
+    for family in (FLUX, QWEN):
+        torch._dynamo.reset()
+        yield from _family(family, device)
+
+
+def _family(family: Family, device: str) -> Iterator[Row]:
+    blocks, valid, grid = BLOCKS[device], TEXT[device], GRID[device]
+    model = family.build(device, blocks)
+    inputs = family.inputs(model, valid, max(valid), grid, device)
+    case = (
+        f"{family.name}, {family.attentions(blocks)} blocks, B{len(valid)}, {max(valid)} + {grid[0] * grid[1]} tokens"
+    )
+    eager: dict[str, Call] = {}
+    fast: dict[str, Call] = {}
+    compiling: dict[str, Compiling] = {}
+    notes, errors = {}, {}
+    want = None
+    # It takes long to compile; where only the script is tested, once is enough.
+    hub = device == "cuda" or family is FLUX
+    for name, (scope, fullgraph) in routes(device, hub).items():
+        eager[name] = functools.partial(run, scope, model, inputs)
+        fast[name] = functools.partial(run, scope, compiled(model, device, fullgraph), inputs)
+        compiling[name] = first_calls(fast[name], device)
+        assert compiling[name].graphs > 0, f"{name}: nothing was compiled"
+        if name == "without attention":
+            continue
+        want = eager[name]().float() if want is None else want  # SDPA is the first
+        for calls in (eager, fast):
+            error = (calls[name]().float() - want).abs().max().item() / want.abs().max().item()
+            assert error < LIMIT, f"{name} differs by {error} of the largest output"
+            errors[name] = error
+    if device == "cuda":
+        graphs = {}
+        for name, call in fast.items():
+            try:
+                graphs[name] = captured(call)
+            except RuntimeError as error:
+                notes[name] = f"cannot be captured: {' '.join(str(error).split())[:60]}"
+                torch.cuda.synchronize()
+    parts = {"eager": eager, "compiled": fast} | ({"CUDA graph": graphs} if device == "cuda" else {})
+    runs, queued = (8, 3) if device == "cuda" else (2, 1)
+    for part, calls in parts.items():
+        made = compiling if part == "compiled" else None
+        found = rows(
+            "models", f"{case}, {part}", calls, device, errors=errors, compiling=made, runs=runs, queued=queued
+        )
+        yield from found
+        if part == "compiled" and device == "cuda":
+            without = next(row.median_us for row in found if row.route == "without attention")
+            assert without is not None
+            yield from _limits(f"{case}, {part}", without, family.attentions(blocks), valid, grid)
+    for name, text in notes.items():
+        yield Row(group="models", case=f"{case}, CUDA graph", route=name, note=text)
+
+
+@torch.no_grad()
+def run(scope: Scope, model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+    """The model's output on one route."""
+    with scope():
+        return model(**inputs)[0]
+
+
+def _limits(case: str, without: float, attentions: int, valid: tuple[int, ...], grid: tuple[int, int]) -> Iterator[Row]:
+    """The time without attention plus that of the bare kernels, on rows that are packed already."""
+    mask = joint_mask(text_mask(valid, max(valid), "cuda"), grid[0] * grid[1])
+    lengths = mask.sum(1).tolist()
+    meta = VarlenMetadata.from_lengths([mask.shape[1]] * len(valid), lengths, device="cuda")
+    q = torch.randn(mask.numel(), 24, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(lengths), 24, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    usable = {state.name for state in varlen_prep.backends() if state.usable}
+    calls = {name: functools.partial(bare, q, k, v, meta) for name, bare in BARE.items() if name in usable - {"sage"}}
+    for name, values in times(calls, "cuda", queued=8).items():
+        kernel = statistics.median(values)
+        note = f"{without:.0f} us + {attentions} x {kernel:.0f} us"
+        yield Row(
+            group="models", case=case, route=f"limit: no attention + bare {name}",
+            median_us=without + attentions * kernel, note=note,
+        )  # fmt: skip
