@@ -119,6 +119,32 @@ def test_masks_with_poison_in_rows_that_take_no_part(backend, trains, layout, si
     check(backend, clean, meta)
 
 
+@pytest.fixture(name="fresh_memory_is_nan")
+def fresh_memory_fixture():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["packed", "in_place"])
+@pytest.mark.parametrize("kind", ["right", "left", "middle", "some_empty"])
+def test_rows_that_are_not_written_are_not_read(backend, layout, kind, fresh_memory_is_nan):
+    """Without gradients only rows near a sequence are cleared; gaps here are longer than that."""
+    batch, seq = 4, 3000
+    mask = make_mask(kind, batch, seq, device="cuda")
+    bound = {"max_seqlen_k": seq} if layout == "packed" else {}
+    meta = prepare_varlen(batch, seq, seq, mask, layout=layout, **bound)
+    clean = make_inputs((batch, seq), (batch, seq), dim=64, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        out = varlen_attention(*poison(clean, None, mask, torch.nan)[:3], meta, backend=backend)
+    seen = meta.materialize()
+    expected = oracle(clean, seen).out
+    limit = TOLERANCE[torch.bfloat16] if REGISTRY[backend].lse else QUANTISED
+    assert (out - expected).abs().max() <= limit
+
+
 def test_in_place_equals_packed(backend, trains):
     mask = make_mask("right", 4, 300, device="cuda")
     inputs = make_inputs((4, 300), (4, 300), dim=128, dtype=torch.bfloat16, device="cuda")

@@ -11,6 +11,14 @@ from varlen_prep import moves
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
+def runs(batch: int, seq: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """One run in each stretch of `seq` rows, some of them empty, as strided views of offsets."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(seq + 1, (batch, 2), generator=generator).sort(1).values + torch.arange(batch)[:, None] * seq
+    ends = ends.int().to(device)
+    return ends[:, 0], ends[:, 1]
+
+
 def permutation_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.ops.varlen_prep.pack_order(mask)
 
@@ -34,6 +42,7 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.varlen_prep.pack_order.default, (mask,))
     for index, back, to_packed in ((order, inverse, True), (inverse, order, False)):
         torch.library.opcheck(torch.ops.varlen_prep.gather_rows.default, (x, index, back, cu_seqlens, to_packed, 0.0))
+    torch.library.opcheck(torch.ops.varlen_prep.keep_rows.default, (x, *runs(3, 7, device), 0.0))
 
 
 def test_gradients_are_those_of_the_numbers(device):
@@ -44,6 +53,20 @@ def test_gradients_are_those_of_the_numbers(device):
         assert torch.autograd.gradcheck(
             lambda x, i=index, b=back, p=to_packed: moves.gather_rows(x, i, b, cu_seqlens, p, 0.0), (x,)
         )
+
+
+def test_only_rows_in_runs_are_kept_and_get_gradients(device):
+    x = random(21, 3, device=device).requires_grad_()
+    begin, end = runs(3, 7, device)
+    index = torch.arange(21, device=device)
+    part = torch.stack([(index >= b) & (index < e) for b, e in zip(begin, end, strict=True)]).any(0)
+    out = moves.keep_rows(x, begin, end, -torch.inf)
+    assert torch.equal(out[part], x[part])
+    assert (out[~part] == -torch.inf).all()
+    assert torch.equal(torch.autograd.grad(out, x, torch.ones_like(out))[0][:, 0].bool(), part)
+    assert torch.autograd.gradcheck(lambda x: moves.keep_rows(x, begin, end), (x.detach().double().requires_grad_(),))
+    poisoned = x.detach().masked_fill(~part[:, None], torch.nan)
+    assert torch.equal(moves.keep_rows(poisoned, begin, end), x.detach().masked_fill(~part[:, None], 0))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
@@ -80,6 +103,39 @@ def test_the_triton_gather_equals_torch(dtype, columns):
             for fill in fills:
                 got = torch.ops.varlen_prep.gather_rows(rows, index, index, cu_seqlens, to_packed, fill)
                 assert torch.equal(got, moves.torch_gather_rows(rows, index, cu_seqlens, to_packed, fill))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [(), (1,), (7,), (24, 128), (1, 5000)])
+def test_the_triton_runs_equal_torch(dtype, columns):
+    begin, end = runs(5, 203, "cuda")
+    x = (random(1015, *columns, device="cuda") * 9).to(dtype)
+    strided = (random(1015, 3, *columns, device="cuda") * 9).to(dtype)[:, 1]
+    for rows in (x, strided):
+        for some in ((begin, end), (begin[:1], end[-1:])):
+            for fill in (0.0, -torch.inf) if dtype.is_floating_point else (0.0,):
+                got = torch.ops.varlen_prep.keep_rows(rows, *some, fill)
+                assert torch.equal(got, moves.torch_keep_rows(rows, *some, fill))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spare", [0, 1, 60, 500])
+def test_rows_near_a_run_are_filled_and_the_others_are_not_written(spare):
+    """Those far away keep what the memory held, so a kernel that read them would be seen."""
+    begin, end = runs(5, 203, "cuda")
+    x = torch.full((1015, 40), torch.nan, device="cuda").masked_fill(~moves.outside(begin, end, 1015)[:, None], 2)
+    index = torch.arange(1015, device="cuda")
+    near = torch.zeros(1015, dtype=torch.bool, device="cuda")
+    for b, e in zip(begin.tolist(), end.tolist(), strict=True):
+        near |= (index >= b) & (index < e + spare)
+    got = moves.keep_rows(x, begin, end, 0.0, spare)
+    assert torch.equal(got[near], moves.torch_keep_rows(x, begin, end, 0.0)[near])
+    cu_seqlens, order, inverse = permutation_of(make_mask("holes", 5, 203, device="cuda"))
+    valid = int(cu_seqlens[-1])
+    packed = moves.gather_rows(torch.ones(1015, 40, device="cuda"), order, inverse, cu_seqlens, True, 0.0, spare)
+    assert packed[:valid].eq(1).all()
+    assert not packed[valid : valid + spare].any()
 
 
 @pytest.mark.gpu

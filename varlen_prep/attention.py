@@ -14,7 +14,8 @@ from . import op, selection
 from ._direct import has_tangent
 from .backends import Request
 from .metadata import VarlenMetadata
-from .packing import fill_rows, pack, unpack, zero_gradient_rows
+from .moves import keep_rows
+from .packing import pack_rows, unpack, zero_gradient_rows
 
 
 def varlen_attention(
@@ -102,9 +103,10 @@ def varlen_attention(
         meta = meta.trainable()
     padded = q.ndim == 4
     finite, finite_backward = chosen.finite_padding, chosen.finite_padding and request.backward
-    q = _to_rows(q, meta, "q", finite_backward)
-    k = _to_rows(k, meta, "k", finite_backward)
-    v = _to_rows(v, meta, "k", finite)
+    spare = -1 if request.backward else chosen.overreach
+    q = _to_rows(q, meta, "q", finite_backward, spare)
+    k = _to_rows(k, meta, "k", finite_backward, spare)
+    v = _to_rows(v, meta, "k", finite, spare)
     out, lse = op.call(
         chosen,
         q,
@@ -121,8 +123,8 @@ def varlen_attention(
         deterministic,
         lse=return_lse,
     )
-    if finite_backward and meta.layout == "in_place" and (drop := meta.dropped_rows("q", out.shape[0])) is not None:
-        out = zero_gradient_rows(out, drop)
+    if finite_backward and meta.layout == "in_place" and (runs := meta.runs("q", out.shape[0])) is not None:
+        out = zero_gradient_rows(out, *runs)
     out = _from_rows(out, meta, padded, 0.0)
     if not return_lse:
         return out
@@ -130,20 +132,20 @@ def varlen_attention(
     return out, lse.transpose(-1, -2)
 
 
-def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: bool) -> Tensor:
-    """The rows that the kernel reads; with `finite`, rows that take no part are 0."""
+def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: bool, spare: int) -> Tensor:
+    """The rows that the kernel reads; with `finite`, `spare` rows next to those that take part are 0 (-1: all)."""
     if x.ndim == 4:
         if (meta.order_q if side == "q" else meta.order_k) is not None:
-            return pack(x, meta, side)
+            return pack_rows(x, meta, side, spare)
         x = x.flatten(0, 1)
     # Gaps in place are sequences, for which the kernel itself writes zero gradients; a tail it never sees.
     untouched = meta.layout == "in_place" or not (torch.is_grad_enabled() and x.requires_grad)
     if not finite and untouched:
         return x
-    drop = meta.dropped_rows(side, x.shape[0])
-    if drop is None:
+    runs = meta.runs(side, x.shape[0])
+    if runs is None:
         return x
-    return fill_rows(x, drop) if finite else zero_gradient_rows(x, drop)
+    return keep_rows(x, *runs, 0.0, spare) if finite else zero_gradient_rows(x, *runs)
 
 
 def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Tensor:
@@ -152,8 +154,8 @@ def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Te
         return x.unflatten(0, meta.padded_shape("q")) if padded else x
     if padded:
         return unpack(x, meta, "q", fill=fill)
-    drop = meta.dropped_rows("q", x.shape[0])
-    return x if drop is None else fill_rows(x, drop, fill)
+    runs = meta.runs("q", x.shape[0])
+    return x if runs is None else keep_rows(x, *runs, fill)
 
 
 def _queries_unstated(meta: VarlenMetadata) -> bool:

@@ -16,9 +16,8 @@ from torch import Tensor
 from . import _checks as checks
 from .attention import varlen_attention
 from .metadata import VarlenMetadata
-from .moves import past_end
+from .moves import by_row, past_end
 from .offsets import Side, packed
-from .packing import fill_rows
 
 
 def flash_attn_varlen_func(
@@ -208,7 +207,7 @@ class _Pad(torch.autograd.Function):
 def _take(x: Tensor, indices: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
-    return fill_rows(x.index_select(0, indices.clamp(max=x.shape[0] - 1)), indices >= x.shape[0])
+    return x.index_select(0, indices.clamp(max=x.shape[0] - 1)).masked_fill(by_row(indices >= x.shape[0], x), 0)
 
 
 def _put(x: Tensor, indices: Tensor, rows: int) -> Tensor:

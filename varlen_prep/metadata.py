@@ -16,7 +16,6 @@ from torch import Tensor
 
 from . import dense
 from .constructors import Constructors
-from .moves import past_end
 from .offsets import Side, check_rewritable, with_capacity
 from .pictures import Pictures
 
@@ -126,15 +125,16 @@ class VarlenMetadata(Constructors, Pictures):
             raise ValueError("this metadata describes packed rows (T, ...), which have no padded shape.")
         return self.batch, seq
 
-    def dropped_rows(self, side: str, rows: int | None = None) -> Tensor | None:
-        """Which rows take no part, in the order in which a kernel sees them.
+    def runs(self, side: str, rows: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Which rows take part, in the order in which a kernel sees them.
 
         Args:
             side: "q" or "k".
             rows: number of rows in the buffer; None: that of the padded shape.
 
         Returns:
-            bool (rows,) on the device, or None where every row is known to take part.
+            int32 `(begin, end)` on the device, (1,) or in place (B,): the buffer is so many stretches of equal length,
+            and in each the rows from begin to end take part.  None where every row is known to.
         """
         one = self.side(side)
         if rows is None:
@@ -142,13 +142,12 @@ class VarlenMetadata(Constructors, Pictures):
         if one.total is not None and one.total == rows:
             return None
         if self.layout != "in_place" or rows == 0:
-            return past_end(one.cu_seqlens, rows)
+            return one.cu_seqlens[:1], one.cu_seqlens[-1:]
         batch, _ = self.padded_shape(side)
         # The valid run is the middle one of the sequences of each padded row.
-        begin = one.cu_seqlens[:-1].view(batch, -1)
-        end = one.cu_seqlens[1:].view(batch, -1)
-        middle, index = begin.shape[1] // 2, torch.arange(rows, device=begin.device).view(batch, -1)
-        return ((index < begin[:, middle, None]) | (index >= end[:, middle, None])).flatten()
+        begin, end = one.cu_seqlens[:-1].view(batch, -1), one.cu_seqlens[1:].view(batch, -1)
+        middle = begin.shape[1] // 2
+        return begin[:, middle], end[:, middle]
 
     def materialize(self, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
         """The dense attention pattern, for tests and pictures: True where a query sees a key.

@@ -1,11 +1,13 @@
-"""The two operators that move rows: `pack_order` finds where each row goes, `gather_rows` takes them there.
+"""The operators that move rows: `pack_order` finds where each goes, `gather_rows` takes them there, `keep_rows` clears
+those that take no part.
 
 B rows, S padded length, R = B * S.  Operators, because one Triton kernel does on a GPU what compiled torch code does at
 a third of the speed: it reads only the rows that take part.  The torch code here is what runs everywhere else, and
 what the kernels are tested against.
 
     varlen_prep::pack_order(mask) -> (cu_seqlens, order, inverse)
-    varlen_prep::gather_rows(x, index, inverse, cu_seqlens, to_packed, fill) -> rows
+    varlen_prep::gather_rows(x, index, inverse, cu_seqlens, to_packed, fill, spare) -> rows
+    varlen_prep::keep_rows(x, begin, end, fill, spare) -> rows
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _pack_order(mask) if unwatched(mask) else torch.ops.varlen_prep.pack_order(mask)
 
 
-def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
+def gather_rows(
+    x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float, spare: int = -1
+) -> Tensor:
     """`x[index]`, with `fill` in rows that take no part; its gradient is the gather by the inverse permutation.
 
     Args:
@@ -47,9 +51,23 @@ def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, t
         cu_seqlens: int32 (N + 1,): packed rows from `cu_seqlens[-1]` on take no part.
         to_packed: whether the result, or x, is the packed one of the two.
         fill: what rows that take no part are filled with.
+        spare: with `to_packed`, how many rows past the last offset are filled; the others may hold anything. -1: all.
     """
     gather = _gather_rows if unwatched(x) else torch.ops.varlen_prep.gather_rows
-    return gather(x, index, inverse, cu_seqlens, to_packed, fill)
+    return gather(x, index, inverse, cu_seqlens, to_packed, fill, spare)
+
+
+def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float = 0.0, spare: int = -1) -> Tensor:
+    """A copy of x with `fill` in rows that take no part, whatever they held; their gradients are 0.
+
+    Args:
+        x: (T, ...), n stretches of as many rows each.
+        begin: int32 (n,): in each stretch the rows from `begin` to `end`, counted in x, take part.
+        end: int32 (n,).
+        fill: what the other rows are filled with.
+        spare: how many rows after each run are filled; rows further from one may hold anything. -1: all.
+    """
+    return (_keep_rows if unwatched(x) else torch.ops.varlen_prep.keep_rows)(x, begin, end, fill, spare)
 
 
 @functools.cache
@@ -66,12 +84,26 @@ def _pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch_pack_order(mask)
 
 
-def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float) -> Tensor:
-    if x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and has_triton():
+def _gather_rows(
+    x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float, spare: int = -1
+) -> Tensor:
+    if _has_kernel(x):
         from . import _triton
 
-        return _triton.gather_rows(x, index, cu_seqlens, to_packed, fill)
+        return _triton.gather_rows(x, index, cu_seqlens, to_packed, fill, spare)
     return torch_gather_rows(x, index, cu_seqlens, to_packed, fill)
+
+
+def _keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float, spare: int = -1) -> Tensor:
+    if _has_kernel(x):
+        from . import _triton
+
+        return _triton.keep_rows(x, begin, end, fill, spare)
+    return torch_keep_rows(x, begin, end, fill)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and has_triton()
 
 
 def torch_pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,6 +146,17 @@ def torch_gather_rows(x: Tensor, index: Tensor, cu_seqlens: Tensor, to_packed: b
     return x.index_select(0, index).masked_fill_(by_row(drop, x), fill)
 
 
+def torch_keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float) -> Tensor:
+    """`keep_rows` in torch, without its gradient."""
+    return x.masked_fill(by_row(outside(begin, end, x.shape[0]), x), fill)
+
+
+def outside(begin: Tensor, end: Tensor, rows: int) -> Tensor:
+    """bool (rows,): True for rows outside the runs that `keep_rows` keeps."""
+    index = torch.arange(rows, device=begin.device).view(begin.shape[0], -1)
+    return ((index < begin[:, None]) | (index >= end[:, None])).flatten()
+
+
 def past_end(cu_seqlens: Tensor, rows: int) -> Tensor:
     """bool (rows,): True past the last offset."""
     return torch.arange(rows, device=cu_seqlens.device) >= cu_seqlens[-1]
@@ -135,29 +178,46 @@ def _fake_gather_rows(x: Tensor, index: Tensor, *rest: Any) -> Tensor:
 
 
 def _save_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, index, inverse, cu_seqlens, to_packed, _ = inputs
+    _, index, inverse, cu_seqlens, to_packed, *_ = inputs
     ctx.save_for_backward(index, inverse, cu_seqlens)
     ctx.to_packed = to_packed
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     index, inverse, cu_seqlens = ctx.saved_tensors
-    return gather_rows(grad, inverse, index, cu_seqlens, not ctx.to_packed, 0.0), None, None, None, None, None
+    return gather_rows(grad, inverse, index, cu_seqlens, not ctx.to_packed, 0.0), *[None] * 6
 
 
-_GATHER = "(Tensor x, Tensor index, Tensor inverse, Tensor cu_seqlens, bool to_packed, float fill) -> Tensor"
+def _fake_keep_rows(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_runs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _keep_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return keep_rows(grad, *ctx.saved_tensors), *[None] * 4
+
+
+_GATHER = (
+    "(Tensor x, Tensor index, Tensor inverse, Tensor cu_seqlens, bool to_packed, float fill, int spare=-1) -> Tensor"
+)
+_KEEP = "(Tensor x, Tensor begin, Tensor end, float fill, int spare=-1) -> Tensor"
 
 
 def _define() -> None:
     for name, schema, kernel, fake in (
         ("varlen_prep::pack_order", "(Tensor mask) -> (Tensor, Tensor, Tensor)", _pack_order, _fake_pack_order),
         ("varlen_prep::gather_rows", _GATHER, _gather_rows, _fake_gather_rows),
+        ("varlen_prep::keep_rows", _KEEP, _keep_rows, _fake_keep_rows),
     ):
         torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
         # Not to be traced into, where an operator is called from a frame that runs eagerly after a graph break.
         torch.library.impl(name, "CompositeExplicitAutograd", torch._disable_dynamo(kernel))
         torch.library.register_fake(name, fake)
-    torch.library.register_autograd("varlen_prep::gather_rows", _gradient, setup_context=_save_indices)
+    torch.library.register_autograd("varlen_prep::gather_rows", _gather_gradient, setup_context=_save_indices)
+    torch.library.register_autograd("varlen_prep::keep_rows", _keep_gradient, setup_context=_save_runs)
 
 
 _define()

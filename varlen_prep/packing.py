@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .moves import by_row, gather_rows
+from .moves import gather_rows, keep_rows
 
 if TYPE_CHECKING:
     from .metadata import VarlenMetadata
@@ -22,26 +22,21 @@ class _ZeroGradientRows(torch.autograd.Function):
     """The identity, with gradients of dropped rows set to 0: no copy in the forward pass."""
 
     @staticmethod
-    def forward(x: Tensor, drop: Tensor) -> Tensor:
+    def forward(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
+        ctx.save_for_backward(inputs[1], inputs[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return fill_rows(grad, ctx.saved_tensors[0]), None
+        return keep_rows(grad, *ctx.saved_tensors), None, None
 
 
-def fill_rows(x: Tensor, drop: Tensor, fill: float = 0) -> Tensor:
-    """x with `fill` in dropped rows (bool, one per row), whatever they held; their gradients are 0."""
-    return x.masked_fill(by_row(drop, x), fill)
-
-
-def zero_gradient_rows(x: Tensor, drop: Tensor) -> Tensor:
-    """x unchanged; the gradients of dropped rows (bool, one per row) are exactly 0."""
-    return _ZeroGradientRows.apply(x, drop)
+def zero_gradient_rows(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """x unchanged; the gradients of rows that `keep_rows` would not keep are exactly 0."""
+    return _ZeroGradientRows.apply(x, begin, end)
 
 
 def _differentiates(x: Tensor) -> bool:
@@ -75,6 +70,11 @@ def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
         >>> unpack(pack(x, meta, "k"), meta, "k").flatten().tolist()
         [0, 1, 2, 3, 0, 5]
     """
+    return pack_rows(x, meta, side)
+
+
+def pack_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], spare: int = -1) -> Tensor:
+    """`pack`; with `spare`, only so many rows past the last offset are 0, and the others may hold anything."""
     batch, seq = meta.padded_shape(side)
     if x.ndim < 2 or x.shape[0] != batch or x.shape[1] != seq:
         raise ValueError(f"x: expected ({batch}, {seq}, ...) for side {side!r}, got {tuple(x.shape)}.")
@@ -82,7 +82,7 @@ def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
     one = (meta.trainable() if _differentiates(x) else meta).side(side)
     if one.order is None or one.inverse is None:
         return rows
-    return gather_rows(rows, one.order, one.inverse, one.cu_seqlens, True, 0.0)
+    return gather_rows(rows, one.order, one.inverse, one.cu_seqlens, True, 0.0, spare)
 
 
 def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: float = 0) -> Tensor:
@@ -106,6 +106,6 @@ def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: fl
     one = (meta.trainable() if _differentiates(x) else meta).side(side)
     if one.order is not None and one.inverse is not None:
         x = gather_rows(x, one.inverse, one.order, one.cu_seqlens, False, fill)
-    elif (drop := meta.dropped_rows(side)) is not None:
-        x = fill_rows(x, drop, fill)
+    elif (runs := meta.runs(side)) is not None:
+        x = keep_rows(x, *runs, fill)
     return x.unflatten(0, (batch, seq))

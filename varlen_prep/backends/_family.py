@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 from ._record import Arguments, Request
 
 HALF = (torch.float16, torch.bfloat16)
+OVERREACH = 512
+"""No kernel has a tile of more than 256 keys, so none reads further past the end of a sequence."""
 
 
 def arguments(args: Arguments) -> dict[str, Any]:

@@ -88,6 +88,8 @@ class Backend:
     finite_padding: bool = False
     """Rows that take no part must be finite, because the kernel lets NaN in them reach rows that do: those of v in the
     forward pass (0 times NaN), those of q, k, v and dout in the backward pass."""
+    overreach: int = -1
+    """Rows past the end of a sequence that its forward kernel may read, as its tiles are larger; -1: any number."""
     captures: bool = True
     """Its calls can be captured in a CUDA graph."""
 

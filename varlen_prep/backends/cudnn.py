@@ -197,4 +197,5 @@ CUDNN = Backend(
     install="pip install nvidia-cudnn-frontend",
     missing=_missing,
     refuse=_refuse,
+    overreach=_family.OVERREACH,
 )

@@ -86,4 +86,5 @@ FLASH = Backend(
     missing=_missing,
     refuse=_family.refuse_head_size,
     softcap=True,
+    overreach=_family.OVERREACH,
 )

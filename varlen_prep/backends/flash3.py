@@ -86,4 +86,5 @@ FLASH3 = Backend(
     refuse=_family.refuse_head_size,
     softcap=True,
     finite_padding=True,
+    overreach=_family.OVERREACH,
 )

@@ -93,4 +93,5 @@ FLASH4 = Backend(
     refuse=refuse,
     softcap=True,
     finite_padding=True,
+    overreach=_family.OVERREACH,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _native_cpu, _native_cuda
+from . import _family, _native_cpu, _native_cuda
 from ._record import Arguments, Backend, Request
 
 
@@ -34,4 +34,5 @@ NATIVE = Backend(
     },
     summary="torch alone: flash on CUDA fp16/bf16, memory-efficient on CUDA fp32, flash for CPU per sequence",
     refuse=_refuse,
+    overreach=_family.OVERREACH,
 )

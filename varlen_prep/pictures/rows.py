@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import dense
 from ..metadata import VarlenMetadata
+from ..moves import outside
 
 PADDING = -1
 """Label of a row that takes no part."""
@@ -81,9 +82,9 @@ def rows_of(meta: VarlenMetadata, side: str) -> Rows:
     # In place, a row of the batch is 3 or 5 sequences.
     columns = max((offsets.shape[0] - 1) // max(meta.batch or 0, 1), 1) if meta.layout == "in_place" else 1
     labels = dense.coordinates(offsets, index).sequence // columns
-    dropped = meta.dropped_rows(side, total)
-    if dropped is not None:
-        labels = labels.masked_fill(dropped, PADDING)
+    runs = meta.runs(side, total)
+    if runs is not None:
+        labels = labels.masked_fill(outside(*runs, total), PADDING)
     lengths = labels[labels >= 0].bincount(minlength=(offsets.shape[0] - 1) // columns)
     place = index if one.inverse is None else one.inverse
     return Rows(labels, place, shape, shape is None or one.order is not None, offsets, lengths)
