@@ -89,7 +89,7 @@ def benchmark(device: str) -> Iterator[Row]:
     case = f"Llama, {layers} layers, {len(texts)} documents, {tokens} tokens, longest {longest}, forward + backward"
     for part, calls in parts.items():
         made = compiling if part == "compiled" else None
-        runs = {"runs": 6, "queued": 2} if device == "cuda" else {"runs": 2}
+        runs = {"runs": 6, "queued": 2, "ahead": True} if device == "cuda" else {"runs": 2}
         yield from rows("llm", f"{case}, {part}", calls, device, errors=errors, compiling=made, **runs)
     for route, text in notes.items():
         yield Row(group="llm", case=case, route=route, note=text)

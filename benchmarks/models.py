@@ -67,12 +67,10 @@ def _family(family: Family, device: str) -> Iterator[Row]:
                 notes[name] = f"cannot be captured: {' '.join(str(error).split())[:60]}"
                 torch.cuda.synchronize()
     parts = {"eager": eager, "compiled": fast} | ({"CUDA graph": graphs} if device == "cuda" else {})
-    runs, queued = (8, 3) if device == "cuda" else (2, 1)
+    clock: dict[str, Any] = {"runs": 8, "queued": 3, "ahead": True} if device == "cuda" else {"runs": 2}
     for part, calls in parts.items():
         made = compiling if part == "compiled" else None
-        found = rows(
-            "models", f"{case}, {part}", calls, device, errors=errors, compiling=made, runs=runs, queued=queued
-        )
+        found = rows("models", f"{case}, {part}", calls, device, errors=errors, compiling=made, **clock)
         yield from found
         if part == "compiled" and device == "cuda":
             without = next(row.median_us for row in found if row.route == "without attention")
@@ -98,7 +96,7 @@ def _limits(case: str, without: float, attentions: int, valid: tuple[int, ...], 
     k, v = (torch.randn(sum(lengths), 24, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     usable = {state.name for state in varlen_prep.backends() if state.usable}
     calls = {name: functools.partial(bare, q, k, v, meta) for name, bare in BARE.items() if name in usable - {"sage"}}
-    for name, values in times(calls, "cuda", queued=8).items():
+    for name, values in times(calls, "cuda", queued=8, ahead=True).items():
         kernel = statistics.median(values)
         note = f"{without:.0f} us + {attentions} x {kernel:.0f} us"
         yield Row(

@@ -20,6 +20,8 @@ SHAPES = {
 }
 DOCUMENTS = {"cuda": [1, 64, 512], "cpu": [4]}
 CAPACITY = 512
+QUEUED = 20
+"""Preparations in a row in one measurement: what one costs the host, or the GPU where that takes longer."""
 
 
 def benchmark(device: str) -> Iterator[Row]:
@@ -65,7 +67,7 @@ def _masks(device: str, batch: int, seq: int, kind: str, prepare: Callable[[Tens
     for name, call in calls.items():
         if "in_place" not in name:
             assert torch.equal(_offsets(call()), want), name
-    yield from rows("preparation", f"B{batch} S{seq}, {kind} mask", calls, device, details=True)
+    yield from rows("preparation", f"B{batch} S{seq}, {kind} mask", calls, device, details=True, queued=QUEUED)
 
 
 def _offsets(result: object) -> Tensor:
@@ -80,6 +82,13 @@ def _others(mask: Tensor, batch: int, seq: int, device: str) -> dict[str, Call]:
 
         theirs = attention_dispatch._prepare_for_flash_attn_or_sage_varlen
         calls["diffusers"] = lambda: theirs(batch, seq, seq, attn_mask=mask, device=mask.device)[1][1]
+
+        def with_indices() -> Tensor:
+            """As its models do in each layer: offsets, and where the valid rows are; ours has both too."""
+            mask.flatten().nonzero(as_tuple=False).flatten()
+            return theirs(batch, seq, seq, attn_mask=mask, device=mask.device)[1][1]
+
+        calls["diffusers, with the rows to pack"] = with_indices
     except (ImportError, AttributeError):
         pass
     try:
@@ -121,4 +130,4 @@ def _documents(device: str, documents: int, from_ids: Callable[[Tensor], VarlenM
         pass
     for name, call in calls.items():
         assert torch.equal(_offsets(call())[: documents + 1], bounds), name
-    yield from rows("preparation", f"{total} tokens, {documents} documents", calls, device, details=True)
+    yield from rows("preparation", f"{total} tokens, {documents} documents", calls, device, details=True, queued=QUEUED)

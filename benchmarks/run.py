@@ -4,9 +4,10 @@
     python benchmarks/run.py --only preparation attention        # some parts
     python benchmarks/run.py --device cpu --out somewhere        # tiny sizes: are the scripts alive?
 
-Times are medians of interleaved runs in microseconds, measured with CUDA events around one call that begins on an idle
-GPU, so they hold the host's part where that is longer; "on the GPU" is the time in kernels alone. Clocks are left as
-they are. Each result is checked against the oracle before it is timed.
+Times are medians of interleaved runs in microseconds, measured with CUDA events around several calls in a row: of
+attention and models with the host ahead of the GPU, as it is in the middle of a model; of preparations, small calls and
+the rest with the host's part where that is longer. "On the GPU" is the time in kernels alone. Clocks are left as they
+are. Each result is checked against the oracle before it is timed.
 """
 
 from __future__ import annotations

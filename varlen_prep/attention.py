@@ -5,6 +5,7 @@ B rows, S padded length, T packed rows, H heads, H_kv key heads, D head size.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -95,8 +96,8 @@ def varlen_attention(
         backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
         lse=return_lse,
         equal_lengths=aligned and meta.equal_lengths,
-        rows_q=q.shape[:-2].numel(),
-        rows_k=k.shape[:-2].numel(),
+        rows_q=math.prod(q.shape[:-2]),
+        rows_k=math.prod(k.shape[:-2]),
     )
     chosen = selection.select(backend, request)
     if request.backward:

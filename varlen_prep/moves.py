@@ -57,14 +57,14 @@ def gather_rows(
     return gather(x, index, inverse, cu_seqlens, to_packed, fill, spare)
 
 
-def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float = 0.0, spare: int = -1) -> Tensor:
+def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float = 0, spare: int = -1) -> Tensor:
     """A copy of x with `fill` in rows that take no part, whatever they held; their gradients are 0.
 
     Args:
         x: (T, ...), n stretches of as many rows each.
         begin: int32 (n,): in each stretch the rows from `begin` to `end`, counted in x, take part.
         end: int32 (n,).
-        fill: what the other rows are filled with.
+        fill: what the other rows are filled with (its default is no float: that would be traced as a tensor input).
         spare: how many rows after each run are filled; rows further from one may hold anything. -1: all.
     """
     return (_keep_rows if unwatched(x) else torch.ops.varlen_prep.keep_rows)(x, begin, end, fill, spare)

@@ -144,9 +144,12 @@ def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.devic
             f"batch {batch} and seq {seq}, got {tuple(mask.shape)}. A mask that differs per query or head cannot be "
             "expressed by offsets; use causal=True or window_size= if that is what it holds."
         )
-    rows = mask.reshape(1, -1) if mask.ndim == 1 else mask.reshape(mask.shape[0], mask.shape[-1])
+    rows = mask
+    if mask.ndim != 2:
+        rows = mask.reshape(1, -1) if mask.ndim == 1 else mask.reshape(mask.shape[0], mask.shape[-1])
+    count, length = rows.shape
     # Not `in (1, seq)`: while tracing, a constant is not found in a tuple of traced sizes.
-    if any(size != 1 and size != full for size, full in zip(rows.shape, (batch, seq), strict=True)):
+    if (count != 1 and count != batch) or (length != 1 and length != seq):
         raise ValueError(
             f"{name}: expected a shape that broadcasts to (batch, seq) = ({batch}, {seq}), got {tuple(mask.shape)}."
         )
