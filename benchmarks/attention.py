@@ -133,7 +133,7 @@ def routes(problem: Problem) -> dict[str, Route]:
 def _ideal(problem: Problem, metas: dict[str, VarlenMetadata]) -> tuple[tuple[Tensor, ...], VarlenMetadata]:
     """Rows without padding and offsets of exactly these."""
     q, k, v = problem.q, problem.k, problem.v
-    prepared = metas.get("packed") or next(iter(metas.values()))
+    prepared = metas.get("packed") or list(metas.values())[-1]
     total = int(prepared.cu_seqlens_k[-1])
     rows_ = q.flatten(0, 1), *(pack(x, prepared, "k")[:total].contiguous() for x in (k, v))
     lengths_k = prepared.cu_seqlens_k.diff().tolist()

@@ -103,7 +103,14 @@ class Problem:
         """Metadata by layout."""
         case, batch = self.case, self.q.shape[0]
         if self.causal:
-            return {"documents": VarlenMetadata.from_document_ids(self.ids, capacity=len(case.lengths))}
+            # Ids may say that rows are padding, anywhere; positions cannot, so nothing has to be moved.
+            count, longest = len(case.lengths), max(case.lengths)
+            index = torch.arange(case.seq_q, device=self.device)
+            positions = index - index.new_tensor([0, *case.lengths]).cumsum(0)[self.ids[0]]
+            return {
+                "document ids": VarlenMetadata.from_document_ids(self.ids, capacity=count, max_seqlen=longest),
+                "position ids": VarlenMetadata.from_position_ids(positions[None], capacity=count, max_seqlen=longest),
+            }
         if self.mask is None:
             return {"uniform": prepare_varlen(batch, case.seq_q, case.seq_kv, device=self.device)}
         layouts = ("packed",) if case.kind == "hole" else ("packed", "in_place")

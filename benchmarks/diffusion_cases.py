@@ -125,9 +125,9 @@ Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def routes(device: str, hub: bool = True) -> dict[str, tuple[Scope, bool]]:
-    """Name -> (the scope in which a model is run, whether it compiles to one graph); ours with the best two kernels."""
+    """Name -> (the scope in which a model is run, whether it compiles to one graph); ours with the best kernel."""
     usable = {state.name for state in backends() if state.usable}
-    best = [name for name in automatic_order(device) if name in usable][:2]
+    best = [name for name in automatic_order(device) if name in usable][:1]
     found: dict[str, tuple[Scope, bool]] = {"diffusers SDPA, mask": (lambda: _active("native"), True)}
     for name in best:
         found[f"varlen_prep, {name}"] = (lambda name=name: _ours(name)), True
