@@ -19,11 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import varlen_prep
 from varlen_prep import VarlenMetadata, pack, varlen_attention
 
-COMPILED = ("native", "flash3", "cudnn")
+COMPILED = ("native", "flash3")
 FLEX = ("Flux B4 S4608, 4608/4400", "LLM 32k tokens, 8")
 """Cases with flex_attention, which compiles anew for each of them."""
-DETAILS = ("Flux B4 S4608", "small")
-"""Cases whose kernels, syncs and memory are counted too."""
 LIMITS = {"sage": 0.15}
 """Largest error of a route of this library in bf16; sage quantises q and k to int8."""
 
@@ -48,9 +46,7 @@ def benchmark(device: str) -> Iterator[Row]:
                 failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
                 del forward[name]
         calls = {name: _without_gradients(call, leaves) for name, (call, leaves) in forward.items()}
-        yield from rows(
-            "forward", case.name, calls, device, errors=errors, runs=15, details=case.name.startswith(DETAILS)
-        )
+        yield from rows("forward", case.name, calls, device, errors=errors, syncs=True, **clock(case, 8))
         for name, text in failures.items():
             yield Row(group="forward", case=case.name, route=name, note=text)
         if not case.name.startswith(("Flux B1", "Flux B8")):
@@ -65,7 +61,7 @@ def clock(case: Case, queued: int) -> dict[str, Any]:
     """How a case is measured: as in a model, whose host is ahead; small ones as a stream of calls, host included."""
     if case.name.startswith("small"):
         return {"queued": 50}
-    return {"queued": 1 if case.name.startswith("video") else queued, "ahead": True, "runs": 10}
+    return {"queued": 1 if case.name.startswith("video") else queued, "ahead": True, "runs": 7}
 
 
 Route = tuple[Callable[..., Tensor], tuple[Tensor, Tensor, Tensor]]

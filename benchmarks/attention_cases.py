@@ -45,6 +45,11 @@ def cases(device: str) -> list[Case]:
         Case(name="Flux B4 S4608, 4608/4400/4250/4180", lengths=light, **flux),
         Case(name="Flux B4 S4608, 4608/1000/300/77", lengths=(4608, 1000, 300, 77), **flux),
         Case(name="Flux B4 S4608, holes", lengths=light, kind="hole", **flux),
+        Case(
+            name="small B4 S128, no mask", seq_q=128, seq_kv=128, lengths=(128,) * 4, heads=8, heads_kv=8, dim=64,
+            kind="none",
+        ),
+        Case(name="small B4 S128", seq_q=128, seq_kv=128, lengths=(128, 100, 64, 7), heads=8, heads_kv=8, dim=64),
         Case(name="Flux B1 S4608, 4200", lengths=(4200,), **flux),
         Case(name="Flux B8 S4608, text 40..512", lengths=tuple(4136 + 67 * i for i in range(8)), **flux),
         Case(
@@ -58,11 +63,6 @@ def cases(device: str) -> list[Case]:
             name="encoder B64 S512, half full", seq_q=512, seq_kv=512, lengths=tuple(8 * (i + 1) for i in range(64)),
             heads=16, heads_kv=16, dim=64,
         ),
-        Case(
-            name="small B4 S128, no mask", seq_q=128, seq_kv=128, lengths=(128,) * 4, heads=8, heads_kv=8, dim=64,
-            kind="none",
-        ),
-        Case(name="small B4 S128", seq_q=128, seq_kv=128, lengths=(128, 100, 64, 7), heads=8, heads_kv=8, dim=64),
         *(
             Case(
                 name=f"LLM 32k tokens, {count} documents", seq_q=32768, seq_kv=32768, lengths=(32768 // count,) * count,

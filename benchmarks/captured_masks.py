@@ -52,7 +52,7 @@ def benchmark(device: str) -> Iterator[Row]:
         with torch.no_grad():
             calls, errors = _routes(forward, ids, positions)
             case = f"{LAYERS} layers, hidden {config.hidden_size}, {length} tokens"
-            yield from rows("captured masks", case, calls, device, errors=errors, details=True)
+            yield from rows("captured masks", case, calls, device, errors=errors, syncs=True)
 
 
 def _routes(

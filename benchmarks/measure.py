@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,16 +134,19 @@ def rows(
     errors: Mapping[str, float] | None = None,
     notes: Mapping[str, str] | None = None,
     compiling: Mapping[str, Compiling] | None = None,
-    details: bool = False,
+    syncs: bool = False,
     runs: int = RUNS,
     queued: int = 1,
     ahead: bool = False,
 ) -> list[Row]:
-    """A row for each call; `details` adds kernels, their time, syncs and memory, each from one more call on a GPU."""
+    """A row for each call; `syncs` counts them, and the memory, in one more call on a GPU."""
     found = []
     for name, values in times(calls, device, runs, queued, ahead).items():
-        more: dict[str, Any] = dict(describe(calls[name])) if details and device == "cuda" else {}
-        more |= dataclasses.asdict(compiling[name]) if compiling and name in compiling else {}
+        more: dict[str, Any] = {}
+        if syncs and device == "cuda":
+            more = {"syncs": count_syncs(calls[name]), "megabytes": peak_memory(calls[name])}
+        if compiling and name in compiling:
+            more |= dataclasses.asdict(compiling[name])
         found.append(
             Row(
                 group=group,
@@ -160,15 +163,25 @@ def rows(
     return found
 
 
-def describe(call: Call) -> dict[str, float | int]:
-    """Kernels, time in them, syncs and peak memory of one call on a GPU that has been warmed up."""
+def with_kernels(found: Iterable[Row], calls: Mapping[str, Call], device: str) -> Iterator[Row]:
+    """The rows with what their calls put on the GPU.
+
+    To be asked for when all is timed: every run of the profiler makes later launches slower.
+    """
+    for row in found:
+        if device == "cuda":
+            kernels, microseconds = device_work(calls[row.route])
+            row = dataclasses.replace(row, kernels=kernels, gpu_us=microseconds)
+        yield row
+
+
+def peak_memory(call: Call) -> float:
+    """Megabytes that one call allocates at its peak, above what was there before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
-    peak = torch.cuda.max_memory_allocated() - before
-    count, total = device_work(call)
-    return {"kernels": count, "gpu_us": total, "syncs": count_syncs(call), "megabytes": peak / 1e6}
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def device_work(call: Call) -> tuple[int, float]:

@@ -44,9 +44,8 @@ def _family(family: Family, device: str) -> Iterator[Row]:
     compiling: dict[str, Compiling] = {}
     notes, errors = {}, {}
     want = None
-    # It takes long to compile; where only the script is tested, once is enough.
-    hub = device == "cuda" or family is FLUX
-    for name, (scope, fullgraph) in routes(device, hub).items():
+    # The hub route takes minutes to compile, for the same code in both models.
+    for name, (scope, fullgraph) in routes(device, hub=family is FLUX).items():
         eager[name] = functools.partial(run, scope, model, inputs)
         fast[name] = functools.partial(run, scope, compiled(model, device, fullgraph), inputs)
         compiling[name] = first_calls(fast[name], device)

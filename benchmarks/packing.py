@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from measure import Call, Row, compiled, rows
+from measure import Call, Row, compiled, rows, with_kernels
 from preparation import make_mask
 from torch import Tensor
 
@@ -26,7 +26,8 @@ def benchmark(device: str) -> Iterator[Row]:
         k, v = (torch.randn(batch, seq, heads, dim, device=device, dtype=dtype) for _ in range(2))
         share = mask.sum().item() / mask.numel()
         case = f"K and V of B{batch} S{seq} H{heads} D{dim}, {share:.0%} valid"
-        for row in rows("packing", case, _routes(mask, k, v), device, details=True):
+        calls = _routes(mask, k, v)
+        for row in with_kernels(rows("packing", case, calls, device, syncs=True), calls, device):
             yield _with_rate(row, k, share)
 
 

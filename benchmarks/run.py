@@ -24,7 +24,7 @@ import bars
 import torch
 from report import markdown, plot, write_csv
 
-PARTS = ("preparation", "packing", "attention", "models", "motion", "llm", "captured_masks")
+PARTS = ("attention", "models", "motion", "llm", "captured_masks", "preparation", "packing")
 PACKAGES = (
     "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "sageattention", "nvidia-cudnn-frontend", "diffusers",
     "transformers",
@@ -51,8 +51,7 @@ def main() -> None:
             value = "-" if row.median_us is None else f"{row.median_us:9.0f} us"
             print(f"{part}  {row.case:45.45}  {row.route:45.45} {value}  {row.note[:60]}", flush=True)
             write_csv(folder / f"{part}.csv", rows)
-        head = f"# {part}\n\n{gpu}; {versions()}\n\n"
-        (folder / f"{part}.md").write_text(head + markdown(rows))
+            (folder / f"{part}.md").write_text(f"# {part}\n\n{gpu}; {versions()}\n\n{markdown(rows)}")
         if not args.no_plots:
             for group in dict.fromkeys(row.group for row in rows):
                 plot(folder, group, rows)

@@ -28,15 +28,15 @@ def call(function: Callable[..., Any], optional: dict[str, tuple[Any, Any]], **r
     Raises:
         ValueError: naming the argument that the function lacks.
     """
-    names = _parameters(function)
     keywords = {}
     for name, value in required.items():
-        found = _name_in(names, name)
+        found = _name_of(function, name)
         if found is None:
-            raise ValueError(f"{_describe(function)} has no argument {name!r}; it takes {', '.join(sorted(names))}.")
+            takes = ", ".join(sorted(_parameters(function)))
+            raise ValueError(f"{_describe(function)} has no argument {name!r}; it takes {takes}.")
         keywords[found] = value
     for name, (value, default) in optional.items():
-        found = _name_in(names, name)
+        found = _name_of(function, name)
         if found is not None:
             keywords[found] = value
         elif value != default:
@@ -49,7 +49,7 @@ def call(function: Callable[..., Any], optional: dict[str, tuple[Any, Any]], **r
 
 def has(function: Callable[..., Any], name: str) -> bool:
     """Whether the function takes the argument, under any of its names."""
-    return _name_in(_parameters(function), name) is not None
+    return _name_of(function, name) is not None
 
 
 def find(module: Any, *paths: str) -> Any:
@@ -71,7 +71,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
-def _name_in(names: frozenset[str], name: str) -> str | None:
+@functools.lru_cache(maxsize=1024)
+def _name_of(function: Callable[..., Any], name: str) -> str | None:
+    """What the function calls the argument; kept, because looking it up costs as much as a small call."""
+    names = _parameters(function)
     return next((known for known in (name, *_ALIASES.get(name, ())) if known in names), None)
 
 
