@@ -42,57 +42,68 @@ def benchmark(device: str) -> Iterator[Row]:
     model = LlamaForCausalLM(config).to(device, torch.bfloat16).train()
     texts = [torch.randint(config.vocab_size, (length,), device=device) for length in DOCUMENTS[device]]
     register(capacity=len(texts))
-    usable = {state.name for state in backends() if state.usable}
-    best = [name for name in automatic_order(device) if name in usable][:1]
-    ours = {backend: f"varlen_prep, {backend}" for backend in best}
-    names = {backend: name for name, backend in BACKENDS.items()}
-    implementations = {label: names[backend] for backend, label in ours.items()} | {"transformers sdpa": "sdpa"}
-    if "flash3" in ours:
-        implementations["transformers flash_attention_3"] = "flash_attention_3"
+    lengths = DOCUMENTS[device]
+    sizes = f"{len(lengths)} documents, {sum(lengths)} tokens, longest {max(lengths)}"
+    case = f"Llama, {config.num_hidden_layers} layers, {sizes}, forward + backward"
+    model.set_attn_implementation("sdpa")
+    want = valid_logits(model, *pad(texts))
+    for shape, (inputs, labels) in (("padded", pad(texts)), ("packed", pack(texts))):
+        yield from _shape(model, f"{case}, {shape}", inputs, labels, want, device)
+
+
+def _shape(
+    model: Any, case: str, inputs: dict[str, Tensor], labels: Tensor, want: Tensor, device: str
+) -> Iterator[Row]:
+    """Every implementation on the same inputs: eager, compiled, captured."""
+    clock: dict[str, Any] = {"runs": 6, "queued": 2, "ahead": True} if device == "cuda" else {"runs": 2}
+    measure = functools.partial(rows, "llm", device=device, **clock)
     eager: dict[str, Call] = {}
-    fast: dict[str, Call] = {}
-    compiling: dict[str, Compiling] = {}
     errors: dict[str, float] = {}
-    notes: dict[str, str] = {}
-    want = None
-    shapes = {"padded": pad(texts), "packed": pack(texts)}
-    for shape, implementation in (("padded", "sdpa"), *((s, i) for s in shapes for i in implementations.values())):
-        label = next(label for label, name in implementations.items() if name == implementation)
-        route = f"{label}, {shape}"
-        if route in eager:
-            continue
+    for route, implementation in implementations(device).items():
         try:
             model.set_attn_implementation(implementation)
-            eager[route] = functools.partial(step, model, implementation, model, *shapes[shape])
-            got = valid_logits(model, *shapes[shape])
-            want = got if want is None else want
-            errors[route] = ((got - want).abs().max() / want.abs().max()).item()
-            assert errors[route] < LIMIT, f"{route}: logits differ by {errors[route]} of the largest"
-            whole = compiled(model, device, fullgraph=not implementation.startswith("flash"))
-            call = functools.partial(step, model, implementation, whole, *shapes[shape])
+            got = valid_logits(model, inputs, labels)
+        except (RuntimeError, ValueError, ImportError, TypeError) as error:
+            yield Row(group="llm", case=case, route=route, note=_short(error))
+            continue
+        errors[route] = ((got - want).abs().max() / want.abs().max()).item()
+        assert errors[route] < LIMIT, f"{route}: logits differ by {errors[route]} of the largest"
+        eager[route] = functools.partial(step, model, implementation, model, inputs, labels)
+    yield from measure(f"{case}, eager", eager, errors=errors)
+    fast: dict[str, Call] = {}
+    compiling: dict[str, Compiling] = {}
+    for route in eager:
+        implementation = implementations(device)[route]
+        whole = compiled(model, device, fullgraph=not implementation.startswith("flash"))
+        call = functools.partial(step, model, implementation, whole, inputs, labels)
+        try:
             compiling[route] = first_calls(call, device)
             fast[route] = call
-        except (RuntimeError, ValueError, ImportError, TypeError) as error:
-            notes[route] = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
-            eager.pop(route, None)
-    parts = {"eager": eager, "compiled": fast}
+        except RuntimeError as error:
+            yield Row(group="llm", case=f"{case}, compiled", route=route, note=_short(error))
+    yield from measure(f"{case}, compiled", fast, errors=errors, compiling=compiling)
     if device == "cuda":
-        parts["CUDA graph"] = {}
+        graphs: dict[str, Call] = {}
         for route, call in fast.items():
             try:
-                parts["CUDA graph"][route] = captured(call)
+                graphs[route] = captured(call)
             except RuntimeError as error:
-                notes[f"{route}, CUDA graph"] = f"cannot be captured: {' '.join(str(error).split())[:60]}"
+                yield Row(group="llm", case=f"{case}, CUDA graph", route=route, note=_short(error))
                 torch.cuda.synchronize()
-    tokens = sum(DOCUMENTS[device])
-    layers, longest = config.num_hidden_layers, max(DOCUMENTS[device])
-    case = f"Llama, {layers} layers, {len(texts)} documents, {tokens} tokens, longest {longest}, forward + backward"
-    for part, calls in parts.items():
-        made = compiling if part == "compiled" else None
-        runs = {"runs": 6, "queued": 2, "ahead": True} if device == "cuda" else {"runs": 2}
-        yield from rows("llm", f"{case}, {part}", calls, device, errors=errors, compiling=made, **runs)
-    for route, text in notes.items():
-        yield Row(group="llm", case=case, route=route, note=text)
+        yield from measure(f"{case}, CUDA graph", graphs, errors=errors)
+
+
+def implementations(device: str) -> dict[str, str]:
+    """Route -> what transformers calls it; ours with the best kernel."""
+    usable = {state.name for state in backends() if state.usable}
+    best = next(name for name in automatic_order(device) if name in usable)
+    ours = {backend: name for name, backend in BACKENDS.items()}[best]
+    found = {"transformers sdpa": "sdpa", f"varlen_prep, {best}": ours}
+    return found | ({"transformers flash_attention_3": "flash_attention_3"} if best == "flash3" else {})
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
 
 
 def step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
 import warnings
@@ -77,7 +78,7 @@ def compiled(function: Callable[..., Any], device: str, fullgraph: bool = True) 
 def times(
     calls: Mapping[str, Call], device: str, runs: int = RUNS, queued: int = 1, ahead: bool = False
 ) -> dict[str, list[float]]:
-    """Microseconds of each call, interleaved, so that clocks and neighbours treat all alike; sorted.
+    """Microseconds of each call, sorted; interleaved in changing order, so that heat and clocks treat all alike.
 
     With `queued`, that many calls follow each other in one measurement, and their mean counts: the host prepares the
     next call while the GPU works. With `ahead`, the GPU first waits a millisecond, in which the host gets ahead of it,
@@ -85,9 +86,11 @@ def times(
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
     clock = functools.partial(_cuda_microseconds, ahead=ahead) if device == "cuda" else _cpu_microseconds
+    names, order = list(calls), random.Random(0)
     for step in range(WARM_UP + runs):
-        for name, call in calls.items():
-            value = clock(call, queued)
+        order.shuffle(names)
+        for name in names:
+            value = clock(calls[name], queued)
             if step >= WARM_UP:
                 found[name].append(value)
     return {name: sorted(values) for name, values in found.items()}
