@@ -124,55 +124,60 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def routes(device: str, hub: bool = True) -> dict[str, tuple[Scope, bool]]:
-    """Name -> (the scope in which a model is run, whether it compiles to one graph); ours with the best kernel."""
+def routes(model: torch.nn.Module, device: str, hub: bool = True) -> dict[str, tuple[Scope, bool]]:
+    """Name -> (the scope in which the model is run, whether it compiles to one graph); ours with the best kernel."""
     usable = {state.name for state in backends() if state.usable}
-    best = [name for name in automatic_order(device) if name in usable][:1]
-    found: dict[str, tuple[Scope, bool]] = {"diffusers SDPA, mask": (lambda: _active("native"), True)}
-    for name in best:
-        found[f"varlen_prep, {name}"] = (lambda name=name: _ours(name)), True
-    found["without attention"] = _without, True
+    best = next(name for name in automatic_order(device) if name in usable)
+    found: dict[str, tuple[Scope, bool]] = {
+        "diffusers SDPA, mask": (lambda: _chosen(model, "native"), True),
+        f"varlen_prep, {best}": (lambda: _ours(model, best), True),
+        "without attention": (lambda: _without(model), True),
+    }
     # Last: its graph breaks mark the model's code, which would then run eagerly on the other routes.
     if hub and ("flash3" in usable or device == "cpu"):
-        found["diffusers _flash_3_varlen_hub"] = (lambda: _hub(device)), False
+        found["diffusers _flash_3_varlen_hub"] = (lambda: _hub(model, device), False)
     return found
 
 
 @contextlib.contextmanager
-def _active(name: str) -> Iterator[None]:
-    with attention_dispatch.attention_backend(name):
+def _chosen(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """The model's attention runs on this backend of diffusers.
+
+    Not by the active backend of the process, which a model compiled by torch 2.11 does not ask for again.
+    """
+    for module in model.modules():
+        if hasattr(processor := getattr(module, "processor", None), "_attention_backend"):
+            processor._attention_backend = attention_dispatch.AttentionBackendName(name)
+    yield
+
+
+@contextlib.contextmanager
+def _ours(model: torch.nn.Module, backend: str) -> Iterator[None]:
+    with route({"flash_varlen": backend}), _chosen(model, "flash_varlen"):
         yield
 
 
 @contextlib.contextmanager
-def _ours(backend: str) -> Iterator[None]:
-    with route(backend), attention_dispatch.attention_backend("flash_varlen"):
-        yield
-
-
-@contextlib.contextmanager
-def _hub(device: str) -> Iterator[None]:
+def _hub(model: torch.nn.Module, device: str) -> Iterator[None]:
     """diffusers' route for the FA3 hub kernel, over the FA3 that is installed; on a CPU over this library's kernel."""
     if device == "cuda":
         from flash_attn_interface import flash_attn_varlen_func as kernel
     else:
         kernel = compat.flash_attn_varlen_func
     name = attention_dispatch.AttentionBackendName._FLASH_3_VARLEN_HUB
-    table = attention_dispatch._AttentionBackendRegistry
     with (
         mock.patch.object(attention_dispatch._HUB_KERNELS_REGISTRY[name], "kernel_fn", kernel),
-        mock.patch.object(table, "_active_backend", name),
+        _chosen(model, name.value),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _without() -> Iterator[None]:
-    table = attention_dispatch._AttentionBackendRegistry
-    name = attention_dispatch.AttentionBackendName.FLASH_VARLEN
-
+def _without(model: torch.nn.Module) -> Iterator[None]:
     def instead(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
         return nothing(query, key, value)
 
-    with mock.patch.dict(table._backends, {name: instead}), mock.patch.object(table, "_active_backend", name):
+    name = attention_dispatch.AttentionBackendName._FLASH_VARLEN_3
+    table = attention_dispatch._AttentionBackendRegistry._backends
+    with mock.patch.dict(table, {name: instead}), _chosen(model, name.value):
         yield

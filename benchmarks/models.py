@@ -45,7 +45,7 @@ def _family(family: Family, device: str) -> Iterator[Row]:
     notes, errors = {}, {}
     want = None
     # The hub route takes minutes to compile, for the same code in both models.
-    for name, (scope, fullgraph) in routes(device, hub=family is FLUX).items():
+    for name, (scope, fullgraph) in routes(model, device, hub=family is FLUX).items():
         eager[name] = functools.partial(run, scope, model, inputs)
         fast[name] = functools.partial(run, scope, compiled(model, device, fullgraph), inputs)
         compiling[name] = first_calls(fast[name], device)

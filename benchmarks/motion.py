@@ -24,7 +24,7 @@ def benchmark(device: str) -> Iterator[Row]:
     model = build_flux(device, double=1, single=1)
     shapes = [FLUX.inputs(model, *size, device) for size in sizes(COUNT[device], device)]
     case = f"Flux, 2 blocks, {len(shapes)} shapes"
-    found = routes(device, hub=device == "cuda")
+    found = routes(model, device, hub=device == "cuda")
     best = next(name for name in found if name.startswith("varlen_prep"))
     for name, (scope, fullgraph) in found.items():
         if not name.startswith("diffusers") and name != best:
@@ -38,6 +38,7 @@ def benchmark(device: str) -> Iterator[Row]:
                 torch.cuda.synchronize()
 
         first = first_calls(all_shapes, device)
+        assert first.graphs > 0, f"{name}: nothing was compiled"
         begin = time.perf_counter()
         all_shapes()
         warm = (time.perf_counter() - begin) / len(shapes)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import Recorder, assert_bit_equal, make_mask, random
+import torch.utils.checkpoint
+from helpers import Recorder, assert_bit_equal, make_mask, random, refuses
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from varlen_prep import op, pack, prepare_varlen, unpack, varlen_attention
+from varlen_prep import VarlenMetadata, op, pack, prepare_varlen, unpack, varlen_attention
 from varlen_prep._direct import unwatched
 
 
@@ -86,28 +88,65 @@ def test_nobody_watches_a_plain_call() -> None:
         assert unwatched(parameter, torch.zeros(2))
 
 
-@pytest.mark.parametrize("layout", ["packed", "in_place"])
-def test_both_ways_give_the_same(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(name="dispatched")
+def dispatched_fixture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the attention operators that are called."""
     calls: list[str] = []
     operator = op.operator
-    monkeypatch.setattr(op, "operator", lambda backend: calls.append(backend.op) or operator(backend))
+
+    def recording(backend: Any) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(backend.op)
+            return operator(backend)(*arguments)
+
+        return call
+
+    monkeypatch.setattr(op, "operator", recording)
+    return calls
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "in_place"])
+def test_both_ways_give_the_same(layout: Any, gradients: bool, dispatched: list[str]) -> None:
     mask = make_mask("right", 3, 7, seed=0)
     mask[1] = False  # a row without keys
-    q, k, v = (random(3, 7, 2, 8) for _ in range(3))
+    leaves = [random(3, 7, 2, 8).requires_grad_(gradients) for _ in range(3)]
+    bound = {"max_seqlen_k": 7} if layout == "packed" else {}
 
     def attend(watched: bool) -> tuple[Tensor, ...]:
         with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
-            bound = {"max_seqlen_k": 7} if layout == "packed" else {}
             meta = prepare_varlen(3, 7, 7, mask, layout=layout, **bound)
-            both = varlen_attention(q, k, v, meta, return_lse=True)
-            moved = unpack(pack(k, meta, "k"), meta, "k")
-            return meta.cu_seqlens_k, moved, varlen_attention(q, k, v, meta), *both
+            out, lse = varlen_attention(*leaves, meta, return_lse=True)
+            moved = unpack(pack(leaves[1], meta, "k"), meta, "k")
+            other = varlen_attention(*leaves, meta)
+            grads = torch.autograd.grad((out * 2 + other + moved).sum(), leaves) if gradients else ()
+            return meta.cu_seqlens_k, moved, other, out, lse, *grads
 
     plain = attend(False)
-    assert not calls
+    assert not dispatched
     watched = attend(True)
-    assert calls == ["native_varlen"] * 2
-    for one, other in zip(plain, watched, strict=True):
-        assert_bit_equal(one, other)
+    assert dispatched == ["native_varlen"] * 2
+    for one, same in zip(plain, watched, strict=True):
+        assert_bit_equal(one, same)
     assert torch.equal(plain[2], plain[3])
     assert plain[4][1].eq(-torch.inf).all()
+    if gradients:
+        assert not plain[6][1].any(), "masked keys"
+
+
+def test_second_derivatives_are_refused_without_the_operator_too(dispatched: list[str]) -> None:
+    x = random(5, 2, 8).requires_grad_()
+    out = varlen_attention(x, x, x, VarlenMetadata.from_lengths([5]))
+    with refuses(NotImplementedError, "second derivative"):
+        torch.autograd.grad(torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum(), x)
+    assert not dispatched
+
+
+def test_gradients_survive_saved_tensor_hooks_and_checkpoints() -> None:
+    x, meta = random(5, 2, 8).requires_grad_(), VarlenMetadata.from_lengths([2, 3])
+    attend = functools.partial(varlen_attention, meta=meta)
+    want = torch.autograd.grad(attend(x, x, x).sum(), x)[0]
+    with torch.autograd.graph.save_on_cpu():
+        assert_bit_equal(torch.autograd.grad(attend(x, x, x).sum(), x)[0], want)
+    out = torch.utils.checkpoint.checkpoint(attend, x, x, x, use_reentrant=False)
+    assert_bit_equal(torch.autograd.grad(out.sum(), x)[0], want)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._direct import unwatched
+from ._direct import differentiable, unwatched
 
 _KERNEL_DTYPES = frozenset(
     {
@@ -53,8 +53,9 @@ def gather_rows(
         fill: what rows that take no part are filled with.
         spare: with `to_packed`, how many rows past the last offset are filled; the others may hold anything. -1: all.
     """
-    gather = _gather_rows if unwatched(x) else torch.ops.varlen_prep.gather_rows
-    return gather(x, index, inverse, cu_seqlens, to_packed, fill, spare)
+    gather = torch.ops.varlen_prep.gather_rows
+    rest = (index, inverse, cu_seqlens, to_packed, fill, spare)
+    return differentiable(gather, _gather_rows, _save_indices, _gather_gradient, (x,), *rest)
 
 
 def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float = 0, spare: int = -1) -> Tensor:
@@ -67,7 +68,8 @@ def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float = 0, spare: int
         fill: what the other rows are filled with (its default is no float: that would be traced as a tensor input).
         spare: how many rows after each run are filled; rows further from one may hold anything. -1: all.
     """
-    return (_keep_rows if unwatched(x) else torch.ops.varlen_prep.keep_rows)(x, begin, end, fill, spare)
+    keep = torch.ops.varlen_prep.keep_rows
+    return differentiable(keep, _keep_rows, _save_runs, _keep_gradient, (x,), begin, end, fill, spare)
 
 
 @functools.cache

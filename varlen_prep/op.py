@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import unwatched
+from ._direct import differentiable, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -59,9 +59,10 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse
 
     Without `lse` what comes back for it may be anything.
     """
-    if unwatched(q, k, v):
-        return _compute(backend, q, k, v, _arguments(q, arguments, lse))
-    return operator(backend)(q, k, v, *arguments)
+    if not lse and unwatched(q, k, v):
+        return _compute(backend, q, k, v, _arguments(q, arguments, lse=False))
+    kernel, gradient = functools.partial(_forward, backend), functools.partial(_autograd, backend)
+    return differentiable(operator(backend), kernel, _setup_context, gradient, (q, k, v), *arguments)
 
 
 def _arguments(q: Tensor, rest: tuple[Any, ...], lse: bool = True) -> Arguments:
@@ -136,8 +137,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    op = getattr(torch.ops.varlen_prep, f"{backend.op}_backward")
-    grads = op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+    given = (dout, q, k, v, out, lse)
+    if unwatched(*given):
+        grads = _backward(backend, *given, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+    else:
+        grads = getattr(torch.ops.varlen_prep, f"{backend.op}_backward")(
+            *given, cu_seqlens_q, cu_seqlens_k, *ctx.options
+        )
     return (*grads, *[None] * (2 + len(ctx.options)))
 
 
