@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -150,3 +151,93 @@ def test_gradients_survive_saved_tensor_hooks_and_checkpoints() -> None:
         assert_bit_equal(torch.autograd.grad(attend(x, x, x).sum(), x)[0], want)
     out = torch.utils.checkpoint.checkpoint(attend, x, x, x, use_reentrant=False)
     assert_bit_equal(torch.autograd.grad(out.sum(), x)[0], want)
+
+
+def test_batched_gradients_go_through_the_operator(dispatched: list[str]) -> None:
+    """Tensors of torch's older vmap look like plain ones, and kernels cannot take them."""
+    mask = make_mask("right", 3, 7, seed=0)
+    meta = prepare_varlen(3, 7, 7, mask, max_seqlen_k=7)
+    q = random(3, 7, 2, 8).requires_grad_()
+    out = varlen_attention(q, q, q, meta)
+    douts = random(4, *out.shape)
+    got = torch.autograd.grad(out, q, douts, is_grads_batched=True, retain_graph=True)[0]
+    want = torch.stack([torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in douts])
+    torch.testing.assert_close(got, want)
+
+
+LAYOUTS = ["packed", "in_place"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("move", [pack, unpack])
+def test_moving_rows_has_every_derivative(move: Callable[..., Tensor], layout: Any) -> None:
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    bound = {"max_seqlen_k": 3} if layout == "packed" else {}
+    meta = prepare_varlen(2, 3, 3, mask, layout=layout, **bound)
+    x = random(2, 3, 2) if move is pack else random(6, 2)
+
+    def function(x: Tensor) -> Tensor:
+        return move(x, meta, "k")
+
+    want = torch.autograd.functional.jacobian(function, x)
+    assert want.any()
+    assert_bit_equal(torch.func.jacrev(function)(x), want)
+    assert_bit_equal(torch.func.jacfwd(function)(x), want)
+    assert_bit_equal(torch.func.jvp(function, (x,), (torch.ones_like(x),))[1], want.flatten(function(x).ndim).sum(-1))
+    squares = torch.func.hessian(lambda x: function(x).square().sum())(x)
+    taken = want.flatten(function(x).ndim).flatten(0, -2).sum(0)  # how often each number of x comes out
+    assert_bit_equal(squares.view(x.numel(), -1), 2 * taken.diag())
+    batch = torch.stack([x, 2 * x])
+    assert_bit_equal(torch.func.vmap(function)(batch), torch.stack([function(x), function(2 * x)]))
+
+
+def test_forward_mode_over_reverse_mode_is_refused() -> None:
+    q = random(5, 2, 8).requires_grad_()
+    out = varlen_attention(q, q, q, VarlenMetadata.from_lengths([5]))
+    with forward_ad.dual_level(), refuses(NotImplementedError, "forward-mode"):
+        torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_unpacked_for_training_by_metadata_made_for_inference(layout: Any) -> None:
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    with torch.inference_mode():
+        meta = prepare_varlen(2, 3, 3, mask, layout=layout, **({"max_seqlen_k": 3} if layout == "packed" else {}))
+    x = random(6, 2).requires_grad_()
+    assert torch.autograd.grad(unpack(x, meta, "k").sum(), x)[0].sum() == 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", ["direct", "operator", "compiled"])
+def test_fills_are_exact(layout: Any, way: str) -> None:
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    meta = prepare_varlen(2, 3, 3, mask, layout=layout, **({"max_seqlen_k": 3} if layout == "packed" else {}))
+    cases = [(torch.int64, 2**63 - 1), (torch.int64, 2**53 + 1), (torch.complex64, 1j), (torch.float64, 0.1)]
+    for dtype, fill in [*cases, (torch.float32, np.float32(2)), (torch.int64, np.int64(3))]:
+        function = functools.partial(unpack, x=torch.ones(6, dtype=dtype), meta=meta, side="k", fill=fill)
+        if way == "compiled" and not isinstance(fill, np.generic):
+            torch._dynamo.reset()
+            function = functools.partial(torch.compile(unpack, backend="eager"), **function.keywords)
+        with FlopCounterMode(display=False) if way == "operator" else contextlib.nullcontext():
+            assert function()[0, 2].item() == torch.tensor(fill, dtype=dtype).item(), (dtype, fill)
+
+
+def test_a_fill_that_is_a_tensor_is_refused() -> None:
+    meta = prepare_varlen(1, 2, 2, torch.tensor([[True, False]]), max_seqlen_k=2)
+    with refuses(TypeError, "fill: expected a number"):
+        unpack(torch.ones(2, 1), meta, "k", fill=torch.ones(()))  # type: ignore[arg-type]
+
+
+def test_results_may_be_changed_in_place() -> None:
+    """With one head the reference kernel returns a view."""
+    q, meta = random(6, 1, 8).requires_grad_(), VarlenMetadata.from_lengths([4, 2])
+    for backend in ("native", "reference"):
+        out = varlen_attention(q, q, q, meta, backend=backend)
+        assert_bit_equal(varlen_attention(q, q, q, meta, backend=backend).mul_(2), out * 2)
+
+
+@pytest.mark.parametrize("option", ["causal", "deterministic"])
+def test_flags_are_bools(option: str) -> None:
+    q = random(5, 2, 8)
+    with refuses(TypeError, f"{option}: expected a bool"):
+        varlen_attention(q, q, q, VarlenMetadata.from_lengths([5]), **{option: "no"})  # type: ignore[arg-type]

@@ -114,7 +114,7 @@ def test_the_triton_runs_equal_torch(dtype, columns):
     strided = (random(1015, 3, *columns, device="cuda") * 9).to(dtype)[:, 1]
     for rows in (x, strided):
         for some in ((begin, end), (begin[:1], end[-1:])):
-            for fill in (0.0, -torch.inf) if dtype.is_floating_point else (0.0,):
+            for fill in (0, -torch.inf) if dtype.is_floating_point else (0, 1, 3):
                 got = torch.ops.varlen_prep.keep_rows(rows, *some, fill)
                 assert torch.equal(got, moves.torch_keep_rows(rows, *some, fill))
 

@@ -169,3 +169,9 @@ def test_cudnn_is_not_chosen_for_gradients_that_it_cannot_count(
     assert selection.select(None, asked).name == name
     assert selection.select(None, asked._replace(rows_q=8, rows_k=rows, heads_kv=24)).name == name
     assert any("2**31" in reason for reason in REGISTRY["cudnn"].reasons(asked)) == (name == "native")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(400_000, True), (524_288, True), (524_289, False)])
+def test_cudnn_counts_to_the_last_row(rows: int, fits: bool) -> None:
+    asked = request(heads=32, heads_kv=1, head_dim=128, head_dim_v=128, rows_q=rows, rows_k=8)
+    assert (not REGISTRY["cudnn"].reasons(asked)) == fits

@@ -23,6 +23,13 @@ def has_tangent(*tensors: Tensor) -> bool:
     return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
+def transformed(*tensors: Tensor) -> bool:
+    """Whether functorch or forward-mode differentiation asks for rules that the operators do not have."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or has_tangent(*tensors)
+
+
 def unwatched(*tensors: Tensor) -> bool:
     """Whether nothing but the kernel would see a call of an operator with these tensors.
 
@@ -62,6 +69,7 @@ class _Direct(torch.autograd.Function):
         *inputs: Any,
     ) -> Any:  # fmt: skip
         output = kernel(*inputs)
+        output = _own(output) if isinstance(output, Tensor) else tuple(map(_own, output))
         setup_context(ctx, inputs, output)
         ctx.gradient = gradient
         return output
@@ -69,6 +77,11 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return None, None, None, *ctx.gradient(ctx, *grads)
+
+
+def _own(x: Tensor) -> Tensor:
+    """x, no longer as a view: autograd forbids changes in place of views that a function returns."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
 def _differentiates(*tensors: Tensor) -> bool:
@@ -84,5 +97,5 @@ def _only_autograd(*tensors: Tensor) -> bool:
         and not torch.autograd._profiler_enabled()
         and not torch.jit.is_tracing()
         and not has_tangent(*tensors)
-        and all(type(x) in _PLAIN for x in tensors)
+        and all(type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
     )

@@ -92,7 +92,7 @@ def gather_rows(x: Tensor, index: Tensor, cu_seqlens: Tensor, to_packed: bool, f
     out = x.new_empty(rows, *x.shape[1:])
     with torch.cuda.device_of(x):
         _gather[grid](
-            flat, index, cu_seqlens, out, rows, columns, flat.stride(0), cu_seqlens.shape[0] - 1, fill,
+            flat, index, cu_seqlens, out, rows, columns, flat.stride(0), cu_seqlens.shape[0] - 1, _as(x, fill),
             rows if spare < 0 or not to_packed else spare, TO_PACKED=to_packed, **sizes,
         )  # fmt: skip
     return out
@@ -106,9 +106,14 @@ def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float, spare: int) ->
     with torch.cuda.device_of(x):
         _keep[grid](
             flat, begin, end, out, rows, columns, flat.stride(0), rows // begin.shape[0], begin.stride(0),
-            end.stride(0), fill, rows if spare < 0 else spare, **sizes,
+            end.stride(0), _as(x, fill), rows if spare < 0 else spare, **sizes,
         )  # fmt: skip
     return out
+
+
+def _as(x: Tensor, fill: float) -> float:
+    """One type of number for each kind of dtype, so that no kernel is compiled twice."""
+    return float(fill) if x.dtype.is_floating_point else int(fill)
 
 
 def _tiles(x: Tensor, rows: int) -> tuple[Tensor, int, dict[str, int], tuple[int, int]]:

@@ -60,7 +60,7 @@ def varlen_attention(
     Raises:
         ValueError: shapes that do not fit each other or the metadata, `causal` or a window with a key mask but no
             `mask_q`, or something the backend cannot do (all reasons are listed).
-        TypeError: q, k, v of different dtypes.
+        TypeError: q, k, v of different dtypes; options of other types.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ def varlen_attention(
         [1.0, 1.0, 1.0]
     """
     _check_tensors(q, k, v, meta)
-    _check_options(window_size, softmax_scale, softcap)
+    _check_options(causal, window_size, softmax_scale, softcap, deterministic)
     if not torch.compiler.is_compiling() and has_tangent(q, k, v):
         raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
     aligned = causal or tuple(window_size) != (-1, -1)
@@ -164,7 +164,12 @@ def _queries_unstated(meta: VarlenMetadata) -> bool:
     return meta.batch is not None and meta.total_k is None and meta.total_q is not None
 
 
-def _check_options(window_size: tuple[int, int], softmax_scale: float | None, softcap: float) -> None:
+def _check_options(
+    causal: bool, window_size: tuple[int, int], softmax_scale: float | None, softcap: float, deterministic: bool
+) -> None:
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, (bool, int)):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}.")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if isinstance(value, Tensor):
             raise TypeError(

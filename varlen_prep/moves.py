@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._direct import differentiable, unwatched
+from ._direct import differentiable, transformed, unwatched
 
 _KERNEL_DTYPES = frozenset(
     {
@@ -53,6 +54,8 @@ def gather_rows(
         fill: what rows that take no part are filled with.
         spare: with `to_packed`, how many rows past the last offset are filled; the others may hold anything. -1: all.
     """
+    if transformed(x):
+        return torch_gather_rows(x, index, cu_seqlens, to_packed, fill)
     gather = torch.ops.varlen_prep.gather_rows
     rest = (index, inverse, cu_seqlens, to_packed, fill, spare)
     return differentiable(gather, _gather_rows, _save_indices, _gather_gradient, (x,), *rest)
@@ -68,6 +71,8 @@ def keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float = 0, spare: int
         fill: what the other rows are filled with (its default is no float: that would be traced as a tensor input).
         spare: how many rows after each run are filled; rows further from one may hold anything. -1: all.
     """
+    if transformed(x):
+        return torch_keep_rows(x, begin, end, fill)
     keep = torch.ops.varlen_prep.keep_rows
     return differentiable(keep, _keep_rows, _save_runs, _keep_gradient, (x,), begin, end, fill, spare)
 
@@ -89,7 +94,7 @@ def _pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _gather_rows(
     x: Tensor, index: Tensor, inverse: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float, spare: int = -1
 ) -> Tensor:
-    if _has_kernel(x):
+    if _has_kernel(x, fill):
         from . import _triton
 
         return _triton.gather_rows(x, index, cu_seqlens, to_packed, fill, spare)
@@ -97,15 +102,17 @@ def _gather_rows(
 
 
 def _keep_rows(x: Tensor, begin: Tensor, end: Tensor, fill: float, spare: int = -1) -> Tensor:
-    if _has_kernel(x):
+    if _has_kernel(x, fill):
         from . import _triton
 
         return _triton.keep_rows(x, begin, end, fill, spare)
     return torch_keep_rows(x, begin, end, fill)
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and has_triton()
+def _has_kernel(x: Tensor, fill: float) -> bool:
+    # Triton takes a float as float32.
+    exact = x.dtype != torch.float64 or fill in (0, math.inf, -math.inf)
+    return x.is_cuda and x.numel() > 0 and x.dtype in _KERNEL_DTYPES and exact and has_triton()
 
 
 def torch_pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,9 +210,9 @@ def _keep_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _GATHER = (
-    "(Tensor x, Tensor index, Tensor inverse, Tensor cu_seqlens, bool to_packed, float fill, int spare=-1) -> Tensor"
+    "(Tensor x, Tensor index, Tensor inverse, Tensor cu_seqlens, bool to_packed, Scalar fill, int spare=-1) -> Tensor"
 )
-_KEEP = "(Tensor x, Tensor begin, Tensor end, float fill, int spare=-1) -> Tensor"
+_KEEP = "(Tensor x, Tensor begin, Tensor end, Scalar fill, int spare=-1) -> Tensor"
 
 
 def _define() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import differentiable, unwatched
+from ._direct import differentiable, has_tangent, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -137,6 +137,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    if has_tangent(dout):
+        raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
     given = (dout, q, k, v, out, lse)
     if unwatched(*given):
         grads = _backward(backend, *given, cu_seqlens_q, cu_seqlens_k, *ctx.options)

@@ -39,8 +39,9 @@ def zero_gradient_rows(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     return _ZeroGradientRows.apply(x, begin, end)
 
 
-def _differentiates(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+def _savable(meta: VarlenMetadata, x: Tensor) -> VarlenMetadata:
+    """Metadata that autograd can save, where it has to."""
+    return meta.trainable() if torch.is_grad_enabled() and x.requires_grad else meta
 
 
 def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
@@ -79,7 +80,7 @@ def pack_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], spare: i
     if x.ndim < 2 or x.shape[0] != batch or x.shape[1] != seq:
         raise ValueError(f"x: expected ({batch}, {seq}, ...) for side {side!r}, got {tuple(x.shape)}.")
     rows = x.flatten(0, 1)
-    one = (meta.trainable() if _differentiates(x) else meta).side(side)
+    one = _savable(meta, x).side(side)
     if one.order is None or one.inverse is None:
         return rows
     return gather_rows(rows, one.order, one.inverse, one.cu_seqlens, True, 0.0, spare)
@@ -99,11 +100,16 @@ def unpack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], *, fill: fl
 
     Raises:
         ValueError: the metadata has no padded shape, or x has another number of rows.
+        TypeError: `fill` is a tensor.
     """
     batch, seq = meta.padded_shape(side)
     if x.ndim < 1 or x.shape[0] != batch * seq:
         raise ValueError(f"x: expected ({batch * seq}, ...) rows for side {side!r}, got {tuple(x.shape)}.")
-    one = (meta.trainable() if _differentiates(x) else meta).side(side)
+    if isinstance(fill, Tensor):
+        raise TypeError("fill: expected a number, got a tensor, which would be read from the device.")
+    fill = fill.item() if hasattr(fill, "item") else fill  # of numpy
+    meta = _savable(meta, x)
+    one = meta.side(side)
     if one.order is not None and one.inverse is not None:
         x = gather_rows(x, one.inverse, one.order, one.cu_seqlens, False, fill)
     elif (runs := meta.runs(side)) is not None:

@@ -144,7 +144,7 @@ def _key(rows: list[Tensor], args: Arguments, backward: bool = False) -> Key:
 def _check_size(rows: list[Tensor]) -> None:
     """The backward kernel counts elements of its buffers in 32 bits; the forward one in 64."""
     for x in rows[:2]:
-        if round_up(x.shape[0], least=128, steps=2) * x.shape[1] * x.shape[2] > MOST_ELEMENTS:
+        if _elements(*x.shape) > MOST_ELEMENTS:
             raise ValueError(
                 f"backend 'cudnn': expected at most 2**31 elements for gradients, rows rounded up to "
                 f"{round_up(x.shape[0], least=128, steps=2)}, got rows {tuple(x.shape)}; split the batch, or choose "
@@ -152,18 +152,25 @@ def _check_size(rows: list[Tensor]) -> None:
             )
 
 
+def _elements(rows: int, heads: int, size: int) -> int:
+    """That the backward kernel counts."""
+    return round_up(rows, least=128, steps=2) * heads * size
+
+
 def _named(names: str, tensors: list[Tensor] | tuple[Tensor, ...]) -> dict[str, Tensor]:
     return dict(zip(names.split(), tensors, strict=True))
 
 
 def _refuse(request: Request) -> list[str]:
-    """Known before anything runs, so that another backend is chosen; `_check_size` knows the size to the last row."""
+    """Known before anything runs, so that another backend is chosen."""
     found = _family.refuse_head_size(request)
     if request.backward:
         size = -(-max(request.head_dim, request.head_dim_v) // 16) * 16
         for name, rows, heads in (("q", request.rows_q, request.heads), ("k", request.rows_k, request.heads_kv)):
-            if surely(3 * rows * heads * size > 2 * MOST_ELEMENTS):  # rows are rounded up by half of them at most
-                found.append(f"gradients of {name} with about 2**31 elements or more (its kernel counts in 32 bits)")
+            # Traced rows cannot be rounded up; `_check_size` looks again.
+            count = _elements(rows, heads, size) if isinstance(rows, int) else rows * heads * size
+            if surely(count > MOST_ELEMENTS):
+                found.append(f"gradients of {name} with {rows} rows (its kernel counts up to 2**31 elements)")
     return found
 
 
