@@ -6,6 +6,7 @@ equal sizes would share one symbol and cost a recompile.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from helpers import Recorder, assert_bit_equal, assert_near, make_inputs, make_m
 from torch import Tensor
 
 from varlen_prep import VarlenMetadata, pack, prepare_varlen, unpack, varlen_attention
+from varlen_prep.backends import REGISTRY
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SHAPES = [(3, 5, 7), (5, 6, 9), (6, 11, 8), (7, 9, 13), (9, 10, 12)]
@@ -46,6 +48,18 @@ SCENARIOS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "in_place_masks": (lambda q, k, v, m, mq: _attend(q, k, v, m, mask_q=mq, layout="in_place", causal=True), 0),
     "pack_by_hand": (_packed_by_hand, 0),
 }
+
+
+def test_a_limit_on_elements_adds_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's, for gradients, asked here of torch's kernel."""
+    record = dataclasses.replace(REGISTRY["native"], refuse=REGISTRY["cudnn"].refuse)
+    monkeypatch.setitem(REGISTRY, "native", record)
+    recorder = Recorder()
+    compiled = torch.compile(_attend, backend=recorder, fullgraph=True, dynamic=True)
+    for batch, seq_q, seq_kv in SHAPES:
+        q, k, v, _ = (x.requires_grad_() for x in make_inputs((batch, seq_q), (batch, seq_kv)))
+        compiled(q, k, v)
+    assert recorder.compiles == 1
 
 
 @pytest.mark.parametrize("static", ["mask", "q", "mask and q"])

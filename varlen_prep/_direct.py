@@ -1,7 +1,7 @@
 """When an operator may be left out: its kernel is then called at once, without torch's dispatcher.
 
-Dispatching an operator that is written in Python costs the host about 10 us, and a gradient that is registered for it
-about 100 us more; small kernels take less.
+Dispatching an operator that is written in Python costs the host 10 to 25 us, and a gradient that is registered for
+it about 100 us more; small kernels take less.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _refuse(request: Request) -> list[str]:
         size = -(-max(request.head_dim, request.head_dim_v) // 16) * 16
         for name, rows, heads in (("q", request.rows_q, request.heads), ("k", request.rows_k, request.heads_kv)):
             # Traced rows cannot be rounded up; `_check_size` looks again.
-            count = _elements(rows, heads, size) if isinstance(rows, int) else rows * heads * size
+            count = rows * heads * size if torch.compiler.is_compiling() else _elements(rows, heads, size)
             if surely(count > MOST_ELEMENTS):
                 found.append(f"gradients of {name} with {rows} rows (its kernel counts up to 2**31 elements)")
     return found
