@@ -17,17 +17,22 @@ from torch.nn import Parameter
 _PLAIN = (Tensor, Parameter)
 
 
-def has_tangent(*tensors: Tensor) -> bool:
-    """Whether forward-mode differentiation is under way and one of the tensors carries a tangent."""
-    inside = forward_ad._current_level >= 0  # there is no public question for it
-    return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+def differentiates(*tensors: Tensor) -> bool:
+    """Whether autograd records a call with these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """Below an operator, torch would drop the tangents of forward-mode differentiation and return zeros."""
+    if not torch.compiler.is_compiling() and _has_tangent(*tensors):
+        raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
 
 
 def transformed(*tensors: Tensor) -> bool:
     """Whether functorch or forward-mode differentiation asks for rules that the operators do not have."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or has_tangent(*tensors)
+    return torch._C._functorch.peek_interpreter_stack() is not None or _has_tangent(*tensors)
 
 
 def unwatched(*tensors: Tensor) -> bool:
@@ -36,7 +41,7 @@ def unwatched(*tensors: Tensor) -> bool:
     Those who would: a compiler or tracer, a dispatch or function mode (FLOP counters, selective checkpointing,
     `torch.device` scopes), a functorch transform, a profiler, a subclass of Tensor, and differentiation.
     """
-    return _only_autograd(*tensors) and not _differentiates(*tensors)
+    return _only_autograd(*tensors) and not differentiates(*tensors)
 
 
 def differentiable(
@@ -55,7 +60,7 @@ def differentiable(
     """
     if not _only_autograd(*tensors):
         return operator(*tensors, *rest)
-    if not _differentiates(*tensors):
+    if not differentiates(*tensors):
         return kernel(*tensors, *rest)
     return _Direct.apply(kernel, setup_context, gradient, *tensors, *rest)
 
@@ -84,8 +89,10 @@ def _own(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
-def _differentiates(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def _has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode differentiation is under way and one of the tensors carries a tangent."""
+    inside = forward_ad._current_level >= 0  # there is no public question for it
+    return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _only_autograd(*tensors: Tensor) -> bool:
@@ -96,6 +103,6 @@ def _only_autograd(*tensors: Tensor) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.autograd._profiler_enabled()
         and not torch.jit.is_tracing()
-        and not has_tangent(*tensors)
+        and not _has_tangent(*tensors)
         and all(type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import op, selection
-from ._direct import has_tangent
+from ._direct import differentiates, refuse_tangents
 from .backends import Request
 from .metadata import VarlenMetadata
 from .moves import keep_rows
@@ -73,8 +73,7 @@ def varlen_attention(
     """
     _check_tensors(q, k, v, meta)
     _check_options(causal, window_size, softmax_scale, softcap, deterministic)
-    if not torch.compiler.is_compiling() and has_tangent(q, k, v):
-        raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
+    refuse_tangents(q, k, v)
     aligned = causal or tuple(window_size) != (-1, -1)
     if aligned and _queries_unstated(meta):
         raise ValueError(
@@ -93,7 +92,7 @@ def varlen_attention(
         window_size=(window_size[0], window_size[1]),
         softcap=softcap,
         deterministic=deterministic,
-        backward=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        backward=differentiates(q, k, v),
         lse=return_lse,
         equal_lengths=aligned and meta.equal_lengths,
         rows_q=math.prod(q.shape[:-2]),
@@ -140,7 +139,7 @@ def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: b
             return pack_rows(x, meta, side, spare)
         x = x.flatten(0, 1)
     # Gaps in place are sequences, for which the kernel itself writes zero gradients; a tail it never sees.
-    untouched = meta.layout == "in_place" or not (torch.is_grad_enabled() and x.requires_grad)
+    untouched = meta.layout == "in_place" or not differentiates(x)
     if not finite and untouched:
         return x
     runs = meta.runs(side, x.shape[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import differentiable, has_tangent, unwatched
+from ._direct import differentiable, differentiates, refuse_tangents, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -59,9 +59,8 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse
 
     Without `lse` what comes back for it may be anything.
     """
-    if not lse and unwatched(q, k, v):
-        return _compute(backend, q, k, v, _arguments(q, arguments, lse=False))
-    kernel, gradient = functools.partial(_forward, backend), functools.partial(_autograd, backend)
+    kernel = functools.partial(_forward, backend, read_lse=lse or differentiates(q, k, v))
+    gradient = functools.partial(_autograd, backend)
     return differentiable(operator(backend), kernel, _setup_context, gradient, (q, k, v), *arguments)
 
 
@@ -72,11 +71,10 @@ def _arguments(q: Tensor, rest: tuple[Any, ...], lse: bool = True) -> Arguments:
     return Arguments._make((*rest[:7], scale, softcap, deterministic, lse))
 
 
-def _forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _compute(backend, q, k, v, _arguments(q, rest))
-
-
-def _compute(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+def _forward(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *rest: Any, read_lse: bool = True
+) -> tuple[Tensor, Tensor]:
+    args = _arguments(q, rest, read_lse)
     _check_rows(q, k, args)
     if _nothing_attends(q, k, args):
         out, lse = _fake_forward(q, k, v)
@@ -137,8 +135,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    if has_tangent(dout):
-        raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
+    refuse_tangents(dout)
     given = (dout, q, k, v, out, lse)
     if unwatched(*given):
         grads = _backward(backend, *given, cu_seqlens_q, cu_seqlens_k, *ctx.options)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ._direct import differentiates
 from .moves import gather_rows, keep_rows
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def zero_gradient_rows(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 
 def _savable(meta: VarlenMetadata, x: Tensor) -> VarlenMetadata:
     """Metadata that autograd can save, where it has to."""
-    return meta.trainable() if torch.is_grad_enabled() and x.requires_grad else meta
+    return meta.trainable() if differentiates(x) else meta
 
 
 def pack(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"]) -> Tensor:
