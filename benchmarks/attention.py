@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from attention_cases import Case, Problem, cases
 from bare_kernels import BARE
-from measure import Call, Row, compiled, rows
+from measure import Call, Row, compiled, rows, short, usable_kernels
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import varlen_prep
 from varlen_prep import VarlenMetadata, pack, varlen_attention
 
 COMPILED = ("native", "flash3")
@@ -43,7 +42,7 @@ def benchmark(device: str) -> Iterator[Row]:
                         f"{name}: off by {errors[name]}"
                     )
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-                failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
+                failures[name] = short(error)
                 del forward[name]
         calls = {name: _without_gradients(call, leaves) for name, (call, leaves) in forward.items()}
         yield from rows("forward", case.name, calls, device, errors=errors, syncs=True, **clock(case, 8))
@@ -101,9 +100,9 @@ def routes(problem: Problem) -> dict[str, Route]:
     q, k, v, causal = problem.q, problem.k, problem.v, problem.causal
     metas, found = problem.metas(), {}
     ideal, meta = _ideal(problem, metas)
-    usable = [state.name for state in varlen_prep.backends() if state.usable and state.name != "reference"]
-    usable = [name for name in usable if not name.endswith("_hub")]
-    for name in usable:
+    for name in usable_kernels():
+        if name == "reference" or name.endswith("_hub"):
+            continue
         if name in BARE and problem.device == "cuda" and not causal:
             bare = BARE[name]
             found[f"{name}: bare kernel, ideal rows"] = (lambda *x, bare=bare: bare(*x, meta)), ideal
@@ -129,7 +128,7 @@ def routes(problem: Problem) -> dict[str, Route]:
 def _ideal(problem: Problem, metas: dict[str, VarlenMetadata]) -> tuple[tuple[Tensor, ...], VarlenMetadata]:
     """Rows without padding and offsets of exactly these."""
     q, k, v = problem.q, problem.k, problem.v
-    prepared = metas.get("packed") or list(metas.values())[-1]
+    prepared = metas.get("packed") or next(iter(metas.values()))
     total = int(prepared.cu_seqlens_k[-1])
     rows_ = q.flatten(0, 1), *(pack(x, prepared, "k")[:total].contiguous() for x in (k, v))
     lengths_k = prepared.cu_seqlens_k.diff().tolist()
@@ -220,7 +219,7 @@ def _diffusers(problem: Problem) -> dict[str, Route]:
         return {}
     found = {}
     needs = {"flash_varlen": "flash", "_flash_varlen_3": "flash3"}
-    usable = {state.name for state in varlen_prep.backends() if state.usable}
+    usable = usable_kernels()
     for name, kernel in needs.items():
         if kernel in usable:
             theirs = _AttentionBackendRegistry._backends[AttentionBackendName(name)]

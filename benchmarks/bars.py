@@ -53,8 +53,11 @@ def _least(claim: str, limit: float, found: float | None) -> Bar:
 
 def _times(rows: Rows, group: str, case: str) -> dict[str, float]:
     """Route -> median, of the case that begins so."""
-    chosen = [row for row in rows if row.group == group and row.case.startswith(case) and row.median_us is not None]
-    return {row.route: row.median_us for row in chosen if row.median_us is not None}
+    return _medians([row for row in rows if row.group == group and row.case.startswith(case)])
+
+
+def _medians(rows: Rows) -> dict[str, float]:
+    return {row.route: row.median_us for row in rows if row.median_us is not None}
 
 
 def _ratio(times: dict[str, float], one: Callable[[str], bool], other: Callable[[str], bool]) -> float | None:
@@ -122,12 +125,11 @@ def _moves(rows: Rows) -> Iterator[Bar]:
 def _models(rows: Rows) -> Iterator[Bar]:
     for family in ("Flux", "Qwen-Image"):
         chosen = [row for row in rows if row.group == "models" and row.case.startswith(family)]
-        compiled = [row for row in chosen if row.case.endswith("compiled") and row.median_us is not None]
-        times = {row.route: row.median_us for row in compiled if row.median_us is not None}
-        ours = [row for row in compiled if row.route.startswith("varlen_prep")]
-        best = min(ours, key=lambda row: row.median_us or 0, default=None)
-        name = best.route.removeprefix("varlen_prep, ") if best else "best kernel"
-        mine = _is(best.route if best else "")
+        compiled = [row for row in chosen if row.case.endswith("compiled")]
+        times = _medians(compiled)
+        best = min((route for route in times if route.startswith("varlen_prep")), key=times.__getitem__, default="")
+        name = best.removeprefix("varlen_prep, ") or "best kernel"
+        mine = _is(best)
         hub = "diffusers _flash_3_varlen_hub"
         for theirs in ("diffusers SDPA, mask", hub):
             yield _least(f"{family}, compiled, {name}: speed over {theirs}", 1.08, _ratio(times, _is(theirs), mine))

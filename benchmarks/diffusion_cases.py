@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from diffusers.models import attention_dispatch
+from measure import best_kernel, usable_kernels
 from torch import Tensor
 
-from varlen_prep import backends, compat
+from varlen_prep import compat
 from varlen_prep.integrations.diffusers import route
-from varlen_prep.selection import automatic_order
 
 TEXT = {"cuda": (512, 300, 150, 40), "cpu": (6, 2)}
 """Valid text tokens of each row; the first has no padding."""
@@ -126,15 +126,14 @@ Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 def routes(model: torch.nn.Module, device: str, hub: bool = True) -> dict[str, tuple[Scope, bool]]:
     """Name -> (the scope in which the model is run, whether it compiles to one graph); ours with the best kernel."""
-    usable = {state.name for state in backends() if state.usable}
-    best = next(name for name in automatic_order(device) if name in usable)
+    best = best_kernel(device)
     found: dict[str, tuple[Scope, bool]] = {
         "diffusers SDPA, mask": (lambda: _chosen(model, "native"), True),
         f"varlen_prep, {best}": (lambda: _ours(model, best), True),
         "without attention": (lambda: _without(model), True),
     }
     # Last: its graph breaks mark the model's code, which would then run eagerly on the other routes.
-    if hub and ("flash3" in usable or device == "cpu"):
+    if hub and (device == "cpu" or "flash3" in usable_kernels()):
         found["diffusers _flash_3_varlen_hub"] = (lambda: _hub(model, device), False)
     return found
 

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from measure import Call, Compiling, Row, captured, compiled, first_calls, rows
+from measure import Call, Compiling, Row, best_kernel, captures, compiled, first_calls, rows, short
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from varlen_prep import backends
 from varlen_prep.integrations.transformers import BACKENDS, register
-from varlen_prep.selection import automatic_order
 
 WIDTH: dict[str, dict[str, Any]] = {
     "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -59,12 +57,13 @@ def _shape(
     measure = functools.partial(rows, "llm", device=device, **clock)
     eager: dict[str, Call] = {}
     errors: dict[str, float] = {}
-    for route, implementation in implementations(device).items():
+    found = implementations(device)
+    for route, implementation in found.items():
         try:
             model.set_attn_implementation(implementation)
             got = valid_logits(model, inputs, labels)
         except (RuntimeError, ValueError, ImportError, TypeError) as error:
-            yield Row(group="llm", case=case, route=route, note=_short(error))
+            yield Row(group="llm", case=case, route=route, note=short(error))
             continue
         errors[route] = ((got - want).abs().max() / want.abs().max()).item()
         assert errors[route] < LIMIT, f"{route}: logits differ by {errors[route]} of the largest"
@@ -73,37 +72,27 @@ def _shape(
     fast: dict[str, Call] = {}
     compiling: dict[str, Compiling] = {}
     for route in eager:
-        implementation = implementations(device)[route]
-        whole = compiled(model, device, fullgraph=not implementation.startswith("flash"))
-        call = functools.partial(step, model, implementation, whole, inputs, labels)
+        whole = compiled(model, device, fullgraph=not found[route].startswith("flash"))
+        call = functools.partial(step, model, found[route], whole, inputs, labels)
         try:
             compiling[route] = first_calls(call, device)
             fast[route] = call
         except RuntimeError as error:
-            yield Row(group="llm", case=f"{case}, compiled", route=route, note=_short(error))
+            yield Row(group="llm", case=f"{case}, compiled", route=route, note=short(error))
     yield from measure(f"{case}, compiled", fast, errors=errors, compiling=compiling)
     if device == "cuda":
-        graphs: dict[str, Call] = {}
-        for route, call in fast.items():
-            try:
-                graphs[route] = captured(call)
-            except RuntimeError as error:
-                yield Row(group="llm", case=f"{case}, CUDA graph", route=route, note=_short(error))
-                torch.cuda.synchronize()
+        graphs, failures = captures(fast)
+        for route, text in failures.items():
+            yield Row(group="llm", case=f"{case}, CUDA graph", route=route, note=text)
         yield from measure(f"{case}, CUDA graph", graphs, errors=errors)
 
 
 def implementations(device: str) -> dict[str, str]:
     """Route -> what transformers calls it; ours with the best kernel."""
-    usable = {state.name for state in backends() if state.usable}
-    best = next(name for name in automatic_order(device) if name in usable)
+    best = best_kernel(device)
     ours = {backend: name for name, backend in BACKENDS.items()}[best]
     found = {"transformers sdpa": "sdpa", f"varlen_prep, {best}": ours}
     return found | ({"transformers flash_attention_3": "flash_attention_3"} if best == "flash3" else {})
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
 
 
 def step(

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import varlen_prep
+from varlen_prep.selection import automatic_order
+
 Call = Callable[[], object]
 RUNS, WARM_UP = 20, 4
 HEAD_START = 2_000_000
@@ -126,6 +129,34 @@ def captured(call: Call) -> Call:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+def captures(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The replays of the calls that can be captured, and why the others cannot."""
+    graphs, failures = {}, {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = captured(call)
+        except RuntimeError as error:
+            failures[name] = f"cannot be captured: {short(error)}"
+            torch.cuda.synchronize()
+    return graphs, failures
+
+
+def short(error: Exception) -> str:
+    """An error in a line of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
+
+
+def usable_kernels() -> list[str]:
+    """Backends that can run here."""
+    return [state.name for state in varlen_prep.backends() if state.usable]
+
+
+def best_kernel(device: str) -> str:
+    """The backend that is chosen automatically."""
+    usable = usable_kernels()
+    return next(name for name in automatic_order(device) if name in usable)
 
 
 def rows(

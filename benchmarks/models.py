@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from bare_kernels import BARE
 from diffusion_cases import FLUX, GRID, QWEN, TEXT, Family, Scope, joint_mask, routes, text_mask
-from measure import Call, Compiling, Row, captured, compiled, first_calls, rows, times
+from measure import Call, Compiling, Row, captures, compiled, first_calls, rows, times, usable_kernels
 from torch import Tensor
 
-import varlen_prep
 from varlen_prep import VarlenMetadata
 
 BLOCKS = {"cuda": 1, "cpu": 1}
@@ -42,7 +41,7 @@ def _family(family: Family, device: str) -> Iterator[Row]:
     eager: dict[str, Call] = {}
     fast: dict[str, Call] = {}
     compiling: dict[str, Compiling] = {}
-    notes, errors = {}, {}
+    errors: dict[str, float] = {}
     want = None
     # The hub route takes minutes to compile, for the same code in both models.
     for name, (scope, fullgraph) in routes(model, device, hub=family is FLUX).items():
@@ -57,15 +56,9 @@ def _family(family: Family, device: str) -> Iterator[Row]:
             error = (calls[name]().float() - want).abs().max().item() / want.abs().max().item()
             assert error < LIMIT, f"{name} differs by {error} of the largest output"
             errors[name] = error
+    parts, failures = {"eager": eager, "compiled": fast}, {}
     if device == "cuda":
-        graphs = {}
-        for name, call in fast.items():
-            try:
-                graphs[name] = captured(call)
-            except RuntimeError as error:
-                notes[name] = f"cannot be captured: {' '.join(str(error).split())[:60]}"
-                torch.cuda.synchronize()
-    parts = {"eager": eager, "compiled": fast} | ({"CUDA graph": graphs} if device == "cuda" else {})
+        parts["CUDA graph"], failures = captures(fast)
     clock: dict[str, Any] = {"runs": 8, "queued": 3, "ahead": True} if device == "cuda" else {"runs": 2}
     for part, calls in parts.items():
         made = compiling if part == "compiled" else None
@@ -75,7 +68,7 @@ def _family(family: Family, device: str) -> Iterator[Row]:
             without = next(row.median_us for row in found if row.route == "without attention")
             assert without is not None
             yield from _limits(f"{case}, {part}", without, family.attentions(blocks), valid, grid)
-    for name, text in notes.items():
+    for name, text in failures.items():
         yield Row(group="models", case=f"{case}, CUDA graph", route=name, note=text)
 
 
@@ -93,8 +86,8 @@ def _limits(case: str, without: float, attentions: int, valid: tuple[int, ...], 
     meta = VarlenMetadata.from_lengths([mask.shape[1]] * len(valid), lengths, device="cuda")
     q = torch.randn(mask.numel(), 24, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(sum(lengths), 24, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    usable = {state.name for state in varlen_prep.backends() if state.usable}
-    calls = {name: functools.partial(bare, q, k, v, meta) for name, bare in BARE.items() if name in usable - {"sage"}}
+    kernels = [name for name in usable_kernels() if name in BARE and name != "sage"]
+    calls = {name: functools.partial(BARE[name], q, k, v, meta) for name in kernels}
     for name, values in times(calls, "cuda", queued=8, ahead=True).items():
         kernel = statistics.median(values)
         note = f"{without:.0f} us + {attentions} x {kernel:.0f} us"

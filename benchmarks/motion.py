@@ -24,10 +24,8 @@ def benchmark(device: str) -> Iterator[Row]:
     model = build_flux(device, double=1, single=1)
     shapes = [FLUX.inputs(model, *size, device) for size in sizes(COUNT[device], device)]
     case = f"Flux, 2 blocks, {len(shapes)} shapes"
-    found = routes(model, device, hub=device == "cuda")
-    best = next(name for name in found if name.startswith("varlen_prep"))
-    for name, (scope, fullgraph) in found.items():
-        if not name.startswith("diffusers") and name != best:
+    for name, (scope, fullgraph) in routes(model, device, hub=device == "cuda").items():
+        if name == "without attention":
             continue
         fast = compiled(model, device, fullgraph)
 

@@ -44,6 +44,7 @@ def main() -> None:
     label = f"{datetime.date.today()}-{gpu.lower().replace(' ', '-')}-torch{torch.__version__.split('+')[0]}"
     folder = args.out or Path(__file__).parent / "results" / label
     folder.mkdir(parents=True, exist_ok=True)
+    machine = f"{gpu}; {versions()}"
     for part in args.only:
         begin, rows = time.perf_counter(), []
         for row in importlib.import_module(part).benchmark(args.device):
@@ -51,13 +52,13 @@ def main() -> None:
             value = "-" if row.median_us is None else f"{row.median_us:9.0f} us"
             print(f"{part}  {row.case:45.45}  {row.route:45.45} {value}  {row.note[:60]}", flush=True)
             write_csv(folder / f"{part}.csv", rows)
-            (folder / f"{part}.md").write_text(f"# {part}\n\n{gpu}; {versions()}\n\n{markdown(rows)}")
+            (folder / f"{part}.md").write_text(f"# {part}\n\n{machine}\n\n{markdown(rows)}")
         if not args.no_plots:
             for group in dict.fromkeys(row.group for row in rows):
                 plot(folder, group, rows)
         print(f"{part}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     table = bars.markdown(list(bars.bars(bars.read_all(folder))))
-    (folder / "bars.md").write_text(f"# Bars\n\n{gpu}; {versions()}\n\n{table}")
+    (folder / "bars.md").write_text(f"# Bars\n\n{machine}\n\n{table}")
     print(f"written to {folder}", file=sys.stderr)
 
 

@@ -168,12 +168,16 @@ def test_batched_gradients_go_through_the_operator(dispatched: list[str]) -> Non
 LAYOUTS = ["packed", "in_place"]
 
 
+def two_rows(layout: Any) -> VarlenMetadata:
+    """The last key of the first row and the first of the second take no part."""
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    return prepare_varlen(2, 3, 3, mask, layout=layout, **({"max_seqlen_k": 3} if layout == "packed" else {}))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("move", [pack, unpack])
 def test_moving_rows_has_every_derivative(move: Callable[..., Tensor], layout: Any) -> None:
-    mask = torch.tensor([[True, True, False], [False, True, True]])
-    bound = {"max_seqlen_k": 3} if layout == "packed" else {}
-    meta = prepare_varlen(2, 3, 3, mask, layout=layout, **bound)
+    meta = two_rows(layout)
     x = random(2, 3, 2) if move is pack else random(6, 2)
 
     def function(x: Tensor) -> Tensor:
@@ -200,9 +204,8 @@ def test_forward_mode_over_reverse_mode_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_unpacked_for_training_by_metadata_made_for_inference(layout: Any) -> None:
-    mask = torch.tensor([[True, True, False], [False, True, True]])
     with torch.inference_mode():
-        meta = prepare_varlen(2, 3, 3, mask, layout=layout, **({"max_seqlen_k": 3} if layout == "packed" else {}))
+        meta = two_rows(layout)
     x = random(6, 2).requires_grad_()
     assert torch.autograd.grad(unpack(x, meta, "k").sum(), x)[0].sum() == 8
 
@@ -210,8 +213,7 @@ def test_rows_are_unpacked_for_training_by_metadata_made_for_inference(layout: A
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", ["direct", "operator", "compiled"])
 def test_fills_are_exact(layout: Any, way: str) -> None:
-    mask = torch.tensor([[True, True, False], [False, True, True]])
-    meta = prepare_varlen(2, 3, 3, mask, layout=layout, **({"max_seqlen_k": 3} if layout == "packed" else {}))
+    meta = two_rows(layout)
     cases = [(torch.int64, 2**63 - 1), (torch.int64, 2**53 + 1), (torch.complex64, 1j), (torch.float64, 0.1)]
     for dtype, fill in [*cases, (torch.float32, np.float32(2)), (torch.int64, np.int64(3))]:
         function = functools.partial(unpack, x=torch.ones(6, dtype=dtype), meta=meta, side="k", fill=fill)
