@@ -24,7 +24,7 @@ def benchmark(device: str) -> Iterator[Row]:
     model = build_flux(device, double=1, single=1)
     shapes = [FLUX.inputs(model, *size, device) for size in sizes(COUNT[device], device)]
     case = f"Flux, 2 blocks, {len(shapes)} shapes"
-    for name, (scope, fullgraph) in routes(model, device, hub=device == "cuda").items():
+    for name, (scope, fullgraph) in routes(model, device).items():
         if name == "without attention":
             continue
         fast = compiled(model, device, fullgraph)
