@@ -7,6 +7,8 @@ import torch
 from helpers import DEVICES, PLACES
 from hypothesis import HealthCheck, settings
 
+from varlen_prep import _request
+
 # Their assertions say as much as those of the tests.
 pytest.register_assert_rewrite("diffusers_helpers", "sage_helpers", "transformers_helpers")
 # The tensors are small: threads would only wait for each other.
@@ -37,6 +39,12 @@ def device(request: pytest.FixtureRequest) -> str:
 def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
     """(device, dtype) pairs that the native backend takes."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_kept_answers() -> None:
+    """Tests change the table of backends; a choice that was kept knows the table as it was."""
+    _request._kept.cache_clear()
 
 
 @pytest.fixture

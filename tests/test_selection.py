@@ -157,6 +157,60 @@ def test_a_lack_is_looked_for_once_until_it_is_asked_for_again(monkeypatch: pyte
     assert selection.select(None, asked).name == "fast"
 
 
+def test_the_choice_is_kept_for_calls_of_the_same_shapes_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], selection.select
+    monkeypatch.setattr(selection, "select", lambda *args: asked.append(args) or real(*args))
+    for options in ({}, {"causal": True}, {"softcap": 2.0, "backend": "reference"}, {"return_lse": True}):
+        before = len(asked)
+        for _ in range(3):
+            call(**options)
+        assert len(asked) == before + 1, options
+    for _ in range(2):
+        with use_backend("reference"):
+            call()
+        call()
+    assert len(asked) == before + 2, "only the scope is new"
+    for _ in range(2):
+        with refuses(ValueError, "softcap", "native"):
+            call(softcap=2.0, backend="native")
+        with refuses(ValueError, "5 rows"):
+            varlen_attention(*make_inputs((4,), (4,))[:3], META)
+
+
+def test_a_kept_choice_ends_when_a_package_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, ran = ["not installed"], []
+
+    def forward(*args: Any) -> Any:
+        ran.append(True)
+        return REGISTRY["reference"].forward(*args)
+
+    fast = dataclasses.replace(REGISTRY["reference"], name="fast", missing=lambda: list(found), forward=forward)
+    monkeypatch.setitem(REGISTRY, "fast", fast)
+    monkeypatch.setattr(selection, "automatic_order", lambda *device: ("fast", "native"))
+    call()
+    found.clear()
+    call()
+    assert not ran
+    backends()
+    call()
+    assert ran
+
+
+def test_what_depends_on_a_switch_of_torch_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(asked: Request) -> list[str]:
+        on = torch.are_deterministic_algorithms_enabled()
+        return ["the switch is off"] if asked.deterministic and not on else []
+
+    monkeypatch.setitem(REGISTRY, "native", dataclasses.replace(REGISTRY["native"], refuse=refuse))
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with refuses(ValueError, "the switch is off"):
+        call(deterministic=True)
+
+
 @pytest.mark.parametrize(
     ("rows", "backward", "name"), [(10**6, True, "native"), (10**6, False, "cudnn"), (10**5, True, "cudnn")]
 )

@@ -35,13 +35,27 @@ def transformed(*tensors: Tensor) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or _has_tangent(*tensors)
 
 
-def unwatched(*tensors: Tensor) -> bool:
-    """Whether nothing but the kernel would see a call of an operator with these tensors.
+def only_autograd(*tensors: Tensor) -> bool:
+    """Whether nothing but the kernel and autograd would see a call of an operator with these tensors.
 
     Those who would: a compiler or tracer, a dispatch or function mode (FLOP counters, selective checkpointing,
-    `torch.device` scopes), a functorch transform, a profiler, a subclass of Tensor, and differentiation.
+    `torch.device` scopes), a functorch transform, forward-mode differentiation, a profiler, a subclass of Tensor.
     """
-    return _only_autograd(*tensors) and not differentiates(*tensors)
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.autograd._profiler_enabled()
+        and not torch.jit.is_tracing()
+        and not _has_tangent(*tensors)
+        and all(map(_is_plain, tensors))
+    )
+
+
+def unwatched(*tensors: Tensor) -> bool:
+    """Whether not even autograd would."""
+    return only_autograd(*tensors) and not differentiates(*tensors)
 
 
 def differentiable(
@@ -58,11 +72,18 @@ def differentiable(
         tensors: the arguments that may require gradients, which come first.
         rest: the other arguments, all of them.
     """
-    if not _only_autograd(*tensors):
+    if not only_autograd(*tensors):
         return operator(*tensors, *rest)
     if not differentiates(*tensors):
         return kernel(*tensors, *rest)
-    return _Direct.apply(kernel, setup_context, gradient, *tensors, *rest)
+    return recorded(kernel, setup_context, gradient, *tensors, *rest)
+
+
+def recorded(
+    kernel: Callable[..., Any], setup_context: Callable[..., None], gradient: Callable[..., Any], *inputs: Any
+) -> Any:
+    """Calls a kernel so that autograd records it; the arguments are those of `differentiable`."""
+    return _Direct.apply(kernel, setup_context, gradient, *inputs)
 
 
 class _Direct(torch.autograd.Function):
@@ -89,20 +110,12 @@ def _own(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Neither of a subclass nor of an old `vmap`, whose tensors look like plain ones."""
+    return type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def _has_tangent(*tensors: Tensor) -> bool:
     """Whether forward-mode differentiation is under way and one of the tensors carries a tangent."""
     inside = forward_ad._current_level >= 0  # there is no public question for it
     return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def _only_autograd(*tensors: Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.autograd._profiler_enabled()
-        and not torch.jit.is_tracing()
-        and not _has_tangent(*tensors)
-        and all(type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
-    )

@@ -5,15 +5,14 @@ B rows, S padded length, T packed rows, H heads, H_kv key heads, D head size.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from . import op, selection
-from ._direct import differentiates, refuse_tangents
-from .backends import Request
+from . import op
+from ._direct import differentiates, only_autograd, refuse_tangents
+from ._request import check_options, choose
 from .metadata import VarlenMetadata
 from .moves import keep_rows
 from .packing import pack_rows, unpack, zero_gradient_rows
@@ -71,39 +70,22 @@ def varlen_attention(
         >>> varlen_attention(q, k, v, meta)[0, :, 0, 0].tolist()
         [1.0, 1.0, 1.0]
     """
-    _check_tensors(q, k, v, meta)
-    _check_options(causal, window_size, softmax_scale, softcap, deterministic)
-    refuse_tangents(q, k, v)
-    aligned = causal or tuple(window_size) != (-1, -1)
-    if aligned and _queries_unstated(meta):
-        raise ValueError(
-            "causal=True or window_size= with a key mask aligns queries to keys: say which queries take part. "
-            "Pass mask_q to prepare_varlen (mask_q=mask for self-attention; all True for left-padded keys, chunked "
-            "prefill or decoding)."
-        )
-    request = Request(
-        device=q.device,
-        dtype=q.dtype,
-        heads=q.shape[-2],
-        heads_kv=k.shape[-2],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        causal=causal,
-        window_size=(window_size[0], window_size[1]),
-        softcap=softcap,
-        deterministic=deterministic,
-        backward=differentiates(q, k, v),
-        lse=return_lse,
-        equal_lengths=aligned and meta.equal_lengths,
-        rows_q=math.prod(q.shape[:-2]),
-        rows_k=math.prod(k.shape[:-2]),
+    if not isinstance(meta, VarlenMetadata):
+        raise TypeError(f"meta: expected VarlenMetadata, got {type(meta).__name__}; make it with prepare_varlen.")
+    check_options(causal, window_size, softmax_scale, softcap, deterministic)
+    direct = only_autograd(q, k, v)
+    if not direct:
+        refuse_tangents(q, k, v)
+    left, right = window_size
+    backward = differentiates(q, k, v)
+    chosen = choose(
+        q, k, v, meta, backend, causal, (left, right), softcap, deterministic, backward, return_lse, keep=direct
     )
-    chosen = selection.select(backend, request)
-    if request.backward:
+    if backward:
         meta = meta.trainable()
     padded = q.ndim == 4
-    finite, finite_backward = chosen.finite_padding, chosen.finite_padding and request.backward
-    spare = -1 if request.backward else chosen.overreach
+    finite, finite_backward = chosen.finite_padding, chosen.finite_padding and backward
+    spare = -1 if backward else chosen.overreach
     q = _to_rows(q, meta, "q", finite_backward, spare)
     k = _to_rows(k, meta, "k", finite_backward, spare)
     v = _to_rows(v, meta, "k", finite, spare)
@@ -117,11 +99,13 @@ def varlen_attention(
         meta.max_seqlen_q,
         meta.max_seqlen_k,
         causal,
-        *window_size,
+        left,
+        right,
         softmax_scale,
         softcap,
         deterministic,
         lse=return_lse,
+        direct=direct,
     )
     if finite_backward and meta.layout == "in_place" and (runs := meta.runs("q", out.shape[0])) is not None:
         out = zero_gradient_rows(out, *runs)
@@ -156,72 +140,3 @@ def _from_rows(x: Tensor, meta: VarlenMetadata, padded: bool, fill: float) -> Te
         return unpack(x, meta, "q", fill=fill)
     runs = meta.runs("q", x.shape[0])
     return x if runs is None else keep_rows(x, *runs, fill)
-
-
-def _queries_unstated(meta: VarlenMetadata) -> bool:
-    """A key mask came without a query mask."""
-    return meta.batch is not None and meta.total_k is None and meta.total_q is not None
-
-
-def _check_options(
-    causal: bool, window_size: tuple[int, int], softmax_scale: float | None, softcap: float, deterministic: bool
-) -> None:
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
-        if not isinstance(flag, (bool, int)):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}.")
-    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if isinstance(value, Tensor):
-            raise TypeError(
-                f"{name}: expected a number, got a tensor, which would be read from the device and get no gradient; "
-                "scale q instead."
-            )
-    if softcap < 0:
-        raise ValueError(f"softcap: expected 0 (off) or a positive number, got {softcap}.")
-    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or any(not isinstance(size, int) or size < -1 for size in window_size):
-        raise ValueError(
-            f"window_size: expected (left, right), each -1 (no bound) or the number of neighbours, got {window_size}."
-        )
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> None:
-    if not isinstance(meta, VarlenMetadata):
-        raise TypeError(f"meta: expected VarlenMetadata, got {type(meta).__name__}; make it with prepare_varlen.")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them.")
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if len(of_q) not in (3, 4) or not len(of_q) == len(of_k) == len(of_v):
-        raise ValueError(
-            "q, k, v: expected all padded (batch, seq, heads, head_dim) or all packed (rows, heads, head_dim), got "
-            f"{tuple(of_q)}, {tuple(of_k)}, {tuple(of_v)}."
-        )
-    if of_k[:-1] != of_v[:-1] or of_q[-1] != of_k[-1]:
-        raise ValueError(
-            "q, k, v: expected k and v of the same rows and heads, and q and k of the same head_dim, got "
-            f"{tuple(of_q)}, {tuple(of_k)}, {tuple(of_v)}."
-        )
-    if of_q[-1] == 0 or of_v[-1] == 0:
-        raise ValueError(f"q, v: expected a head_dim of at least 1, got {of_q[-1]} and {of_v[-1]}.")
-    if of_k[-2] == 0 or of_q[-2] % of_k[-2] != 0:
-        raise ValueError(f"q: expected a multiple of the {of_k[-2]} key heads, got {of_q[-2]} heads.")
-    if not q.device == k.device == v.device == meta.cu_seqlens_q.device:
-        raise ValueError(
-            f"q, k, v, meta: expected one device, got {q.device}, {k.device}, {v.device}, {meta.cu_seqlens_q.device}; "
-            "prepare with device=q.device or call meta.to(q.device)."
-        )
-    for name, shape, total in (("q", of_q, meta.total_q), ("k", of_k, meta.total_k)):
-        if meta.batch is not None:
-            batch, seq = meta.padded_shape(name)
-            expected = (batch, seq) if len(shape) == 4 else (batch * seq,)
-            if shape[:-2] != expected:
-                raise ValueError(
-                    f"{name}: the metadata describes {expected} rows, followed by (heads, head_dim), got "
-                    f"{tuple(shape)}; heads come after rows here, unlike in scaled_dot_product_attention."
-                )
-        elif len(shape) == 4:
-            raise ValueError(
-                f"{name}: the metadata describes packed rows, so (rows, heads, head_dim) was expected, got "
-                f"{tuple(shape)}; flatten batch and sequence ({name}.flatten(0, 1))."
-            )
-        elif total is not None and shape[0] < total:
-            raise ValueError(f"{name}: the metadata describes {total} rows, got {shape[0]}.")

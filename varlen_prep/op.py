@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import differentiable, differentiates, refuse_tangents, unwatched
+from ._direct import differentiates, recorded, refuse_tangents, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -54,14 +54,20 @@ def operator(backend: Backend) -> Any:
     return getattr(torch.ops.varlen_prep, backend.op).default
 
 
-def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse: bool) -> tuple[Tensor, Tensor]:
-    """The operator with all its arguments, or its kernel at once where nothing else would see the call.
+def call(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse: bool, direct: bool
+) -> tuple[Tensor, Tensor]:
+    """The operator with all its arguments, or, with `direct`, its kernel at once: where only autograd sees the call.
 
     Without `lse` what comes back for it may be anything.
     """
-    kernel = functools.partial(_forward, backend, read_lse=lse or differentiates(q, k, v))
-    gradient = functools.partial(_autograd, backend)
-    return differentiable(operator(backend), kernel, _setup_context, gradient, (q, k, v), *arguments)
+    if not direct:
+        result: tuple[Tensor, Tensor] = operator(backend)(q, k, v, *arguments)
+        return result
+    if not differentiates(q, k, v):
+        return _forward(backend, q, k, v, *arguments, read_lse=lse)
+    kernel, gradient = functools.partial(_forward, backend), functools.partial(_autograd, backend)
+    return recorded(kernel, _setup_context, gradient, q, k, v, *arguments)
 
 
 def _arguments(q: Tensor, rest: tuple[Any, ...], lse: bool = True) -> Arguments:

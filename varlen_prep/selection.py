@@ -25,6 +25,7 @@ class _Scope(threading.local):
 
 _scope = _Scope()
 _looked: dict[Callable[[], list[str]], tuple[str, ...]] = {}
+_looks = 0
 
 
 class BackendState(NamedTuple):
@@ -77,6 +78,16 @@ def use_backend(name: str) -> Iterator[None]:
         _scope.name = before
 
 
+def scope() -> str | None:
+    """The name that `use_backend` has set on this thread."""
+    return _scope.name
+
+
+def looks() -> int:
+    """How often this process has looked for packages: what was decided before may differ now."""
+    return _looks
+
+
 def find(name: str) -> Backend:
     """The backend of that name, or an error that lists the known ones."""
     if name not in REGISTRY:
@@ -85,12 +96,11 @@ def find(name: str) -> Backend:
 
 
 def select(name: str | None, request: Request) -> Backend:
-    """The backend for a call. A named one (argument or scope) runs or raises; it is never replaced.
+    """The backend for a call. A named one (argument, or `scope()`) runs or raises; it is never replaced.
 
     Without a name the first that can run the call is taken, in the order measured for the GPU; of packages that are
     installed meanwhile it learns from `backends()`.
     """
-    name = name if name is not None else _scope.name
     if name is not None:
         backend = find(name)
         if reasons := _reasons(backend, request, True):
@@ -114,9 +124,11 @@ def _missing(name: str, again: bool = False) -> tuple[str, ...]:
 
     The answer is kept, because a look costs more than a small call; with `again` a lack is looked for anew.
     """
+    global _looks
     missing = REGISTRY[name].missing
     reasons = _looked.get(missing)
     if reasons is None or (again and reasons):
+        _looks += 1
         reasons = _looked[missing] = tuple(missing())
     return reasons
 

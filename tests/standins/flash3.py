@@ -1,7 +1,7 @@
-"""flash-attn 3 (module `flash_attn_interface`) on the CPU: its signatures and traps, in the styles that are out there.
+"""flash-attn 3 (module `flash_attn_interface`) on the CPU: its signatures and traps, in both styles that are out there.
 
-Traps: tuple or tensor as the result; windows as one pair or as two ints; `sequed_q` for `seqused_q` and `is_causal` for
-`causal` in the backward; V rows past a sequence's end are read (0 * NaN); builds without fp16; unwritten tails.
+Traps: windows as one pair or as two ints; `sequed_q` for `seqused_q` and `is_causal` for `causal` in the backward; rows
+of V past a sequence's end are read (0 * NaN); builds without fp16; unwritten tails.
 """
 
 from __future__ import annotations
@@ -17,26 +17,49 @@ from . import _attention as kernel
 TILE = 128
 
 
-def module(*, style: str = "asked", dtypes: tuple[torch.dtype, ...] = kernel.HALF) -> Any:
+def module(*, style: str = "plain", dtypes: tuple[torch.dtype, ...] = kernel.HALF) -> Any:
     """`flash_attn_interface`.
 
-    `style`: "asked" returns `(out, lse)` only if `return_attn_probs`, as the source does today; "tuple" always does and
-    has no such argument, as before; "tensor" has neither; "hub" is the package of the Hub, with registered operators.
+    `style`: "plain" has Python functions, whose first arguments have no defaults; "hub" is the package of the Hub, as
+    the source is today: registered operators.
     """
 
-    def asked(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-        softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-        sm_margin=0, return_attn_probs=False,
+    def forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+        q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+        rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
     ):  # fmt: skip
-        assert qv is None
+        unused = (
+            k_new, v_new, qv, out, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k,
+            rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale,
+        )  # fmt: skip
+        assert unused == (None,) * 16
         assert isinstance(window_size, tuple)
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         kernel.check(q, k, v, cu=cu, longest=longest, dtypes=dtypes)
         args = kernel.arguments(cu, longest, causal, window_size, softmax_scale, softcap, q.shape[-1])
-        out, lse = kernel.forward(q, k, v, args, no_keys=-torch.inf, tile=TILE)
-        return (out, lse) if return_attn_probs else out
+        return *kernel.forward(q, k, v, args, no_keys=-torch.inf, tile=TILE), None, None
+
+    def hub_forward(
+        q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
+        qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+        rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
+        q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+        softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
+        window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+        scheduler_metadata: Tensor | None = None, num_splits: int = 1, pack_gqa: bool | None = None,
+        sm_margin: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        window = window_size_left, window_size_right
+        return forward(
+            q, k, v, k_new, v_new, qv, out_, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+            max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+            q_descale, k_descale, v_descale, softmax_scale, causal, window, attention_chunk, softcap,
+        )  # fmt: skip
 
     def backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, dq,
@@ -68,21 +91,16 @@ def module(*, style: str = "asked", dtypes: tuple[torch.dtype, ...] = kernel.HAL
 
     if style == "hub":
         # A registered operator: a plain call of it shows no parameters, its `_init_fn` does.
-        registered = _Operator(hub_backward)
         flags = {"FLASHATTENTION_DISABLE_FP16": torch.float16 not in dtypes, "FLASHATTENTION_DISABLE_FP8": True}
-        interface = SimpleNamespace(flash_attn_varlen_func=asked, _flash_attn_backward=registered)
+        interface = SimpleNamespace(
+            _flash_attn_forward=_Operator(hub_forward), _flash_attn_backward=_Operator(hub_backward)
+        )
         return SimpleNamespace(
             __name__="_flash_attn3_cuda_0",
-            flash_attn_varlen_func=asked,
             flash_attn_interface=interface,
             flash_attn_config=SimpleNamespace(CONFIG={"build_flags": flags}),
         )
-    function = asked
-    if style != "asked":
-        function = kernel.altered(asked, {"return_attn_probs": style == "tuple"}, {})
-    return SimpleNamespace(
-        __name__="flash_attn_interface", flash_attn_varlen_func=function, _flash_attn_backward=backward
-    )
+    return SimpleNamespace(__name__="flash_attn_interface", _flash_attn_forward=forward, _flash_attn_backward=backward)
 
 
 class _Operator:

@@ -16,35 +16,50 @@ _ALIASES = {
 """Other names that releases have used for the same argument."""
 
 
-def call(function: Callable[..., Any], optional: dict[str, tuple[Any, Any]], **required: Any) -> Any:
+def call(
+    function: Callable[..., Any], optional: dict[str, tuple[Any, Any]], unused: tuple[str, ...] = (), /, **required: Any
+) -> Any:
     """Calls `function` by keyword, under the names that it has.
 
     Args:
         function: a kernel's Python function, or a `torch.library.custom_op`.
-        optional: name to (value, default). An argument that the function lacks is left out while its value is the
-            default; any other value is refused, because leaving it out would change the result.
+        optional: name to (value, default), hashable. An argument that the function lacks is left out while its value is
+            the default; any other value is refused, because leaving it out would change the result.
+        unused: arguments that are None, where the function has them: releases give no default to some of theirs.
         required: arguments that it must have.
 
     Raises:
         ValueError: naming the argument that the function lacks.
     """
-    keywords = {}
-    for name, value in required.items():
+    names, constant = _bind(function, tuple(required), tuple(optional.items()), unused)
+    return function(**dict(zip(names, required.values(), strict=True)), **constant)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bind(
+    function: Callable[..., Any],
+    required: tuple[str, ...],
+    optional: tuple[tuple[str, tuple[Any, Any]], ...],
+    unused: tuple[str, ...],
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What the function calls the required arguments, and all others; kept, for it costs as much as a small call."""
+    names, constant = [], {}
+    for name in required:
         found = _name_of(function, name)
         if found is None:
             takes = ", ".join(sorted(_parameters(function)))
             raise ValueError(f"{_describe(function)} has no argument {name!r}; it takes {takes}.")
-        keywords[found] = value
-    for name, (value, default) in optional.items():
+        names.append(found)
+    for name, (value, default) in (*((name, (None, None)) for name in unused), *optional):
         found = _name_of(function, name)
         if found is not None:
-            keywords[found] = value
+            constant[found] = value
         elif value != default:
             raise ValueError(
                 f"{_describe(function)} has no argument {name!r}, so {name}={value!r} is not possible; "
                 "update the package or leave it at its default."
             )
-    return function(**keywords)
+    return tuple(names), constant
 
 
 def has(function: Callable[..., Any], name: str) -> bool:
@@ -73,7 +88,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _name_of(function: Callable[..., Any], name: str) -> str | None:
-    """What the function calls the argument; kept, because looking it up costs as much as a small call."""
+    """What the function calls the argument."""
     names = _parameters(function)
     return next((known for known in (name, *_ALIASES.get(name, ())) if known in names), None)
 

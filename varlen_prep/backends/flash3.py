@@ -1,6 +1,6 @@
 """flash-attn 3 (module `flash_attn_interface`, also as a hub kernel): Hopper, fp16 and bf16.
 
-T packed rows, H heads, D head size.  The package's functions have no fakes, so they cannot be traced by themselves.
+T packed rows, H heads, D head size.  The kernels below autograd are called, because the operator schema brings its own.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from . import _family, _machine
 from ._calls import call, find, has
 from ._record import Arguments, Backend
 
+_UNUSED = (
+    "k_new", "v_new", "qv", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
+    "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
+)  # fmt: skip
+_UNUSED_BACKWARD = ("seqused_q", "seqused_k", "sequed_q", "sequed_k")  # spelled so in some releases
+
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
-    function = find(module(), "flash_attn_varlen_func", "flash_attn_interface.flash_attn_varlen_func")
+    function = find(module(), "_flash_attn_forward", "flash_attn_interface._flash_attn_forward")
     rows = _family.rows("q k v", q, k, v)
-    # Releases differ: some always return (out, lse), others only when asked.
-    asked = {"return_lse": (True, True)}
-    result = call(function, {**_options(function, args), **asked}, **rows, **_family.arguments(args))
-    if not isinstance(result, (tuple, list)):
-        raise RuntimeError(
-            "flash_attn_interface.flash_attn_varlen_func returned no log-sum-exp, which the backward pass needs; "
-            "update flash-attn 3."
-        )
-    out, lse = result[:2]
+    out, lse, *_ = call(function, _options(function, args), _UNUSED, **rows, **_family.arguments(args))
     return _family.result(out, lse, v, args)
 
 
@@ -48,10 +46,15 @@ def backward(
     rows = _family.rows("dout q k v out", dout, q, k, v, out)
     grads = {f"d{name}": torch.empty_like(rows[name]) for name in "qkv"}
     options = {**_options(function, args), "deterministic": (args.deterministic, False)}
-    # The unused lengths are spelled `sequed` in some releases.
-    for name in ("seqused_q", "seqused_k", "sequed_q", "sequed_k"):
-        options[name] = (None, None)
-    call(function, options, **rows, **grads, softmax_lse=_family.kernel_lse(lse), **_family.arguments(args))
+    call(
+        function,
+        options,
+        _UNUSED_BACKWARD,
+        **rows,
+        **grads,
+        softmax_lse=_family.kernel_lse(lse),
+        **_family.arguments(args),
+    )
     return _family.cut(tuple(grads.values()), q, k, v)
 
 
