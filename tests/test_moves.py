@@ -79,14 +79,45 @@ def test_empty_batches(device, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 7), (4, 4608), (64, 100), (700, 513), (2, 100_000)])
+@pytest.mark.parametrize(("batch", "seq"), [
+    (1, 1), (3, 7), (1, 15), (1, 4095), (1, 4096), (1, 4097), (5, 4099), (4, 4608), (64, 100), (256, 16), (5000, 1),
+    (700, 513), (64, 4096), (2, 100_000), (1, 2**19 - 1), (1, 2**19), (1, 2**19 + 1), (3, 700_001),
+])  # fmt: skip
 def test_the_triton_order_equals_torch(batch, seq):
+    """On both sides of 2**19 rows, from which on the rows are counted by a kernel of its own."""
     pytest.importorskip("triton")
     holes = make_mask("holes", batch, seq, device="cuda")
-    one_row, transposed = holes[:1].expand(batch, seq), holes.T.contiguous().T
-    for mask in (holes, one_row, transposed, make_mask("all_empty", batch, seq, device="cuda"), ~holes | holes):
+    masks = [make_mask(kind, batch, seq, seed=1, device="cuda") for kind in MASK_KINDS]
+    masks += [holes[:1].expand(batch, seq), holes[:, :1].expand(batch, seq), holes.T.contiguous().T]
+    wide = make_mask("holes", batch, seq + 3, device="cuda")
+    masks += [wide[:, 1:-2], wide.flatten()[3 : 3 + batch * seq].view(batch, seq)]  # the last begins within a word
+    for mask in masks:
         for got, expected in zip(permutation_of(mask), moves.torch_pack_order(mask), strict=True):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_a_true_may_be_any_byte_but_0():
+    pytest.importorskip("triton")
+    codes = torch.randint(256, (3, 5001), dtype=torch.uint8, device="cuda").masked_fill_(
+        make_mask("holes", 3, 5001, device="cuda"), 0
+    )
+    for got, expected in zip(permutation_of(codes.view(torch.bool)), moves.torch_pack_order(codes != 0), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_masks_of_all_sizes_share_a_kernel():
+    """What Triton itself picks for each of them is one and the same, so it may be launched without asking again."""
+    pytest.importorskip("triton")
+    from varlen_prep import _triton_masks
+
+    kernels = set()
+    for batch, seq in ((1, 1), (1, 16), (4, 128), (16, 1), (3, 4097)):
+        _triton_masks._place_tiles._compiled.clear()
+        moves.pack_order(torch.ones(batch, seq, dtype=torch.bool, device="cuda"))
+        kernels.update(_triton_masks._place_tiles._compiled.values())
+    assert len(kernels) == 1
 
 
 @pytest.mark.gpu

@@ -1,88 +1,19 @@
-"""The Triton kernels of `moves`, for GPUs; imported at their first use.
+"""The Triton kernels of `moves` that move rows, for GPUs; imported at their first use.
 
-B rows, S padded length, R = B * S.
+R = B * S rows of a padded batch.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 2048
-"""Rows of a mask that one program counts and places."""
-_FEW = 16
-"""Up to so many tiles each program counts all of them itself, which is cheaper than a kernel that only counts."""
 _ELEMENTS = 4096
 """Elements that one program moves."""
-
-
-def pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`moves.pack_order` for a mask (B, S) of any strides that is not empty."""
-    batch, seq = mask.shape
-    rows = batch * seq
-    tiles = triton.cdiv(rows, _TILE)
-    cu_seqlens = mask.new_empty(batch + 1, dtype=torch.int32)
-    order, inverse = (mask.new_empty(rows, dtype=torch.int64) for _ in range(2))
-    described = (mask.view(torch.uint8), rows, seq, *mask.stride())
-    with torch.cuda.device_of(mask):
-        counts = None
-        if tiles > _FEW:
-            counts = mask.new_empty(tiles, dtype=torch.int32)
-            _count[(tiles,)](*described, counts, TILE=_TILE)
-        _place[(tiles,)](*described, counts, tiles, cu_seqlens, order, inverse, TILE=_TILE, CHUNK=1024)
-    return cu_seqlens, order, inverse
-
-
-@triton.jit
-def _load(mask, row, rows, seq, batch_stride, seq_stride):
-    """0 or 1 for each of these rows of the flattened mask, 0 past its end."""
-    inside = row < rows
-    place = (row // seq) * batch_stride + (row % seq) * seq_stride
-    return tl.load(mask + place, mask=inside, other=0).to(tl.int32)
-
-
-@triton.jit
-def _count(mask, rows, seq, batch_stride, seq_stride, counts, TILE: tl.constexpr):  # noqa: N803
-    """Valid rows of each tile."""
-    tile = tl.program_id(0)
-    row = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    valid = _load(mask, row, rows, seq, batch_stride, seq_stride)
-    tl.store(counts + tile, tl.sum(valid))
-
-
-@triton.jit
-def _place(
-    mask, rows, seq, batch_stride, seq_stride, counts, tiles, cu_seqlens, order, inverse,
-    TILE: tl.constexpr, CHUNK: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    """Where each row of a tile goes, from the counts of the tiles before it and of all tiles."""
-    tile = tl.program_id(0)
-    before = 0
-    total = 0
-    if counts is None:
-        for other in range(0, tiles):
-            row = other * TILE + tl.arange(0, TILE).to(tl.int64)
-            count = tl.sum(_load(mask, row, rows, seq, batch_stride, seq_stride))
-            total += count
-            before += tl.where(other < tile, count, 0)
-    else:
-        for first in range(0, tiles, CHUNK):
-            other = first + tl.arange(0, CHUNK)
-            count = tl.load(counts + other, mask=other < tiles, other=0)
-            total += tl.sum(count)
-            before += tl.sum(tl.where(other < tile, count, 0))
-    row = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = row < rows
-    valid = _load(mask, row, rows, seq, batch_stride, seq_stride)
-    rank = before + tl.cumsum(valid, 0)
-    place = tl.where(valid == 1, rank - 1, total + row - rank)
-    tl.store(inverse + row, place, mask=inside)
-    tl.store(order + place, row, mask=inside)
-    tl.store(cu_seqlens + (row + 1) // seq, rank, mask=inside & ((row + 1) % seq == 0))
-    if tile == 0:
-        tl.store(cu_seqlens, 0)
 
 
 def gather_rows(x: Tensor, index: Tensor, cu_seqlens: Tensor, to_packed: bool, fill: float, spare: int) -> Tensor:
@@ -118,7 +49,7 @@ def _as(x: Tensor, fill: float) -> float:
 
 def _tiles(x: Tensor, rows: int) -> tuple[Tensor, int, dict[str, int], tuple[int, int]]:
     """x as (R, columns), columns side by side; how many columns; the size of a tile, and how many tiles there are."""
-    columns = x[0].numel()
+    columns = math.prod(x.shape[1:])
     flat = x.reshape(x.shape[0], columns)
     flat = flat if columns == 1 or flat.stride(1) == 1 else flat.contiguous()
     width = min(triton.next_power_of_2(columns), 1024)

@@ -145,9 +145,9 @@ class VarlenMetadata(Constructors, Pictures):
             return one.cu_seqlens[:1], one.cu_seqlens[-1:]
         batch, _ = self.padded_shape(side)
         # The valid run is the middle one of the sequences of each padded row.
-        begin, end = one.cu_seqlens[:-1].view(batch, -1), one.cu_seqlens[1:].view(batch, -1)
+        begin = one.cu_seqlens[:-1].view(batch, -1)
         middle = begin.shape[1] // 2
-        return begin[:, middle], end[:, middle]
+        return begin[:, middle], begin[:, middle + 1]
 
     def materialize(self, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
         """The dense attention pattern, for tests and pictures: True where a query sees a key.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ def has_triton() -> bool:
 
 def _pack_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if mask.is_cuda and mask.numel() > 0 and has_triton():
-        from . import _triton
+        from . import _triton_masks
 
-        return _triton.pack_order(mask)
+        return _triton_masks.pack_order(mask)
     return torch_pack_order(mask)
 
 
@@ -215,18 +216,16 @@ _GATHER = (
 _KEEP = "(Tensor x, Tensor begin, Tensor end, Scalar fill, int spare=-1) -> Tensor"
 
 
-def _define() -> None:
-    for name, schema, kernel, fake in (
-        ("varlen_prep::pack_order", "(Tensor mask) -> (Tensor, Tensor, Tensor)", _pack_order, _fake_pack_order),
-        ("varlen_prep::gather_rows", _GATHER, _gather_rows, _fake_gather_rows),
-        ("varlen_prep::keep_rows", _KEEP, _keep_rows, _fake_keep_rows),
-    ):
-        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # Not to be traced into, where an operator is called from a frame that runs eagerly after a graph break.
-        torch.library.impl(name, "CompositeExplicitAutograd", torch._disable_dynamo(kernel))
-        torch.library.register_fake(name, fake)
-    torch.library.register_autograd("varlen_prep::gather_rows", _gather_gradient, setup_context=_save_indices)
-    torch.library.register_autograd("varlen_prep::keep_rows", _keep_gradient, setup_context=_save_runs)
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Defines an operator that is opaque to compilers; it has no gradient yet."""
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # Not to be traced into, where an operator is called from a frame that runs eagerly after a graph break.
+    torch.library.impl(name, "CompositeExplicitAutograd", torch._disable_dynamo(kernel))
+    torch.library.register_fake(name, fake)
 
 
-_define()
+define("varlen_prep::pack_order", "(Tensor mask) -> (Tensor, Tensor, Tensor)", _pack_order, _fake_pack_order)
+define("varlen_prep::gather_rows", _GATHER, _gather_rows, _fake_gather_rows)
+define("varlen_prep::keep_rows", _KEEP, _keep_rows, _fake_keep_rows)
+torch.library.register_autograd("varlen_prep::gather_rows", _gather_gradient, setup_context=_save_indices)
+torch.library.register_autograd("varlen_prep::keep_rows", _keep_gradient, setup_context=_save_runs)

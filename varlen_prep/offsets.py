@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._checks import check_int32_offsets, require
 from .moves import pack_order
+from .runs import in_place_offsets
 
 
 class Side(NamedTuple):
@@ -71,53 +72,20 @@ def in_place(batch: int, seq_q: int, seq_k: int, mask_q: Tensor | None, mask_k: 
     """
     check_int32_offsets("batch * seq_q", batch * seq_q)
     check_int32_offsets("batch * seq_kv", batch * seq_k)
-    # One column per sequence of a row: where it begins, counted from the row's own beginning.
-    if mask_q is not None and mask_k is not None:
-        (zero, start_q, end_q), (_, start_k, end_k) = _run("mask_q", mask_q), _run("mask", mask_k)
-        q = [zero, start_q, start_q, end_q, zero + seq_q]
-        k = [zero, zero, start_k, end_k, end_k]
-    elif mask_k is not None:
-        zero, start, end = _run("mask", mask_k)
-        q, k = [zero, zero, zero + seq_q], [zero, start, end]
-    elif mask_q is not None:
-        zero, start, end = _run("mask_q", mask_q)
-        q, k = [zero, start, end], [zero, zero, zero + seq_k]
-    else:
+    if mask_q is None and mask_k is None:
         raise ValueError("in_place: expected a mask on at least one side.")
-    cu_q, cu_k = _row_offsets(q, seq_q), _row_offsets(k, seq_k)
+    cu_q, cu_k, one_run = in_place_offsets(mask_q, mask_k, seq_q, seq_k)
+    for number, (name, mask) in enumerate((("mask_q", mask_q), ("mask", mask_k))):
+        if mask is not None:
+            require(
+                one_run[number],
+                f"{name}: layout='in_place' needs one contiguous run of True per row, got a mask with a hole; "
+                "use layout='packed'.",
+            )
     return (
         Side(cu_q, seq_q, False, batch * seq_q if mask_q is None else None),
         Side(cu_k, seq_k, False, batch * seq_k if mask_k is None else None),
     )
-
-
-def _row_offsets(columns: list[Tensor], seq: int) -> Tensor:
-    """int32 (B * columns + 1,) offsets from where each sequence begins in its row, columns (B,)."""
-    batch = columns[0].shape[0]
-    cu_seqlens = torch.zeros(batch * len(columns) + 1, dtype=torch.int32, device=columns[0].device)
-    first = torch.arange(batch, device=columns[0].device) * seq
-    cu_seqlens[:-1] = (torch.stack(columns, 1) + first[:, None]).flatten()
-    cu_seqlens[-1:] = batch * seq
-    return cu_seqlens
-
-
-def _run(name: str, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero, first row and end of the one valid run of each row of a `(B, S)` mask: int64 (B,); empty run: [0, 0)."""
-    batch, seq = mask.shape
-    zero = torch.zeros(batch, dtype=torch.int64, device=mask.device)
-    if batch * seq == 0:
-        return zero, zero, zero
-    index = torch.arange(seq, device=mask.device)
-    count = mask.sum(1)
-    start = torch.where(mask, index, seq).amin(1)
-    start = torch.where(count > 0, start, 0)
-    end = torch.where(mask, index + 1, 0).amax(1)
-    require(
-        (end - start == count).all(),
-        f"{name}: layout='in_place' needs one contiguous run of True per row, got a mask with a hole; "
-        "use layout='packed'.",
-    )
-    return zero, start, end
 
 
 def check_rewritable(mine: Side, theirs: Side, name: str) -> None:

@@ -68,8 +68,8 @@ def prepare_varlen(
         raise ValueError(f"layout: expected 'packed' or 'in_place', got {layout!r}.")
     place = torch.device(device) if device is not None else None
     if place is None:
-        masks = [x for x in (mask, mask_q) if isinstance(x, Tensor)]
-        place = masks[0].device if masks else None
+        given = mask if mask is not None else mask_q
+        place = given.device if isinstance(given, Tensor) else None
     keys = None if mask is None else _row_mask("mask", mask, batch, seq_kv, place)
     queries = None if mask_q is None else _row_mask("mask_q", mask_q, batch, seq_q, place)
     shape = (batch, seq_q, seq_kv)
@@ -137,21 +137,22 @@ def _row_mask(name: str, mask: Tensor, batch: int, seq: int, device: torch.devic
                 "VarlenMetadata.from_document_ids(mask.long() - 1)"
             )
         raise TypeError(f"{name}: expected torch.bool, got {mask.dtype}; {advice}.")
-    middle = mask.shape[1:-1]
-    if mask.ndim not in (1, 2, 3, 4) or any(size != 1 for size in middle):
+    ndim = mask.ndim
+    if ndim not in (1, 2, 3, 4) or (ndim > 2 and any(size != 1 for size in mask.shape[1:-1])):
         raise ValueError(
             f"{name}: expected one mask per row, (seq,), (batch, seq), (batch, 1, seq) or (batch, 1, 1, seq) with "
             f"batch {batch} and seq {seq}, got {tuple(mask.shape)}. A mask that differs per query or head cannot be "
             "expressed by offsets; use causal=True or window_size= if that is what it holds."
         )
     rows = mask
-    if mask.ndim != 2:
-        rows = mask.reshape(1, -1) if mask.ndim == 1 else mask.reshape(mask.shape[0], mask.shape[-1])
+    if ndim != 2:
+        rows = mask.reshape(1, -1) if ndim == 1 else mask.reshape(mask.shape[0], mask.shape[-1])
     count, length = rows.shape
     # Not `in (1, seq)`: while tracing, a constant is not found in a tuple of traced sizes.
     if (count != 1 and count != batch) or (length != 1 and length != seq):
         raise ValueError(
             f"{name}: expected a shape that broadcasts to (batch, seq) = ({batch}, {seq}), got {tuple(mask.shape)}."
         )
-    rows = rows.to(device) if device is not None else rows
-    return rows.expand(batch, seq)
+    if device is not None and rows.device != device:
+        rows = rows.to(device)
+    return rows.expand(batch, seq) if count == 1 or length == 1 else rows
