@@ -96,11 +96,12 @@ def find(name: str) -> Backend:
 
 
 def select(name: str | None, request: Request) -> Backend:
-    """The backend for a call. A named one (argument, or `scope()`) runs or raises; it is never replaced.
+    """The backend for a call. A named one (argument or scope) runs or raises; it is never replaced.
 
     Without a name the first that can run the call is taken, in the order measured for the GPU; of packages that are
     installed meanwhile it learns from `backends()`.
     """
+    name = name if name is not None else _scope.name
     if name is not None:
         backend = find(name)
         if reasons := _reasons(backend, request, True):
