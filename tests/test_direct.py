@@ -243,3 +243,24 @@ def test_flags_are_bools(option: str) -> None:
     q = random(5, 2, 8)
     with refuses(TypeError, f"{option}: expected a bool"):
         varlen_attention(q, q, q, VarlenMetadata.from_lengths([5]), **{option: "no"})  # type: ignore[arg-type]
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Says nothing about the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_an_output_without_gradient_gives_none(watched: bool) -> None:
+    x = random(5, 2, 8).requires_grad_()
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        out = varlen_attention(x, x, x, VarlenMetadata.from_lengths([5]))
+        _WithoutGradient.apply(out).sum().backward()
+    assert x.grad is None or not x.grad.any()

@@ -86,9 +86,9 @@ def varlen_attention(
     padded = q.ndim == 4
     finite, finite_backward = chosen.finite_padding, chosen.finite_padding and backward
     spare = -1 if backward else chosen.overreach
-    q = _to_rows(q, meta, "q", finite_backward, spare)
-    k = _to_rows(k, meta, "k", finite_backward, spare)
-    v = _to_rows(v, meta, "k", finite, spare)
+    q = _to_rows(q, meta, "q", finite_backward, backward, spare)
+    k = _to_rows(k, meta, "k", finite_backward, backward, spare)
+    v = _to_rows(v, meta, "k", finite, backward, spare)
     out, lse = op.call(
         chosen,
         q,
@@ -116,15 +116,16 @@ def varlen_attention(
     return out, lse.transpose(-1, -2)
 
 
-def _to_rows(x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: bool, spare: int) -> Tensor:
+def _to_rows(
+    x: Tensor, meta: VarlenMetadata, side: Literal["q", "k"], finite: bool, backward: bool, spare: int
+) -> Tensor:
     """The rows that the kernel reads; with `finite`, `spare` rows next to those that take part are 0 (-1: all)."""
     if x.ndim == 4:
         if (meta.order_q if side == "q" else meta.order_k) is not None:
             return pack_rows(x, meta, side, spare)
         x = x.flatten(0, 1)
     # Gaps in place are sequences, for which the kernel itself writes zero gradients; a tail it never sees.
-    untouched = meta.layout == "in_place" or not differentiates(x)
-    if not finite and untouched:
+    if not finite and (meta.layout == "in_place" or not (backward and x.requires_grad)):
         return x
     runs = meta.runs(side, x.shape[0])
     if runs is None:

@@ -135,12 +135,15 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which has no gradient
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
 
 
-def _autograd(backend: Backend, ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
+def _autograd(backend: Backend, ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    if dout is None:
+        return (None,) * (5 + len(ctx.options))
     refuse_tangents(dout)
     given = (dout, q, k, v, out, lse)
     if unwatched(*given):

@@ -31,8 +31,8 @@ def call(
     Raises:
         ValueError: naming the argument that the function lacks.
     """
-    names, constant = _bind(function, tuple(required), tuple(optional.items()), unused)
-    return function(**dict(zip(names, required.values(), strict=True)), **constant)
+    names, bound = _bind(function, tuple(required), tuple(optional.items()), unused)
+    return bound(**dict(zip(names, required.values(), strict=True)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -41,8 +41,9 @@ def _bind(
     required: tuple[str, ...],
     optional: tuple[tuple[str, tuple[Any, Any]], ...],
     unused: tuple[str, ...],
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """What the function calls the required arguments, and all others; kept, for it costs as much as a small call."""
+) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    """What the function calls the required arguments, and the function with all others; kept, because finding them
+    costs as much as a small call."""
     names, constant = [], {}
     for name in required:
         found = _name_of(function, name)
@@ -59,7 +60,7 @@ def _bind(
                 f"{_describe(function)} has no argument {name!r}, so {name}={value!r} is not possible; "
                 "update the package or leave it at its default."
             )
-    return tuple(names), constant
+    return tuple(names), functools.partial(function, **constant)
 
 
 def has(function: Callable[..., Any], name: str) -> bool:
