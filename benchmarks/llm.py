@@ -44,7 +44,7 @@ def benchmark(device: str) -> Iterator[Row]:
     case = f"Llama, {config.num_hidden_layers} layers, {sizes}, forward + backward"
     model.set_attn_implementation("sdpa")
     want = valid_logits(model, *pad(texts))
-    for shape, (inputs, labels) in (("padded", pad(texts)), ("packed", pack(texts))):
+    for shape, (inputs, labels) in (("packed", pack(texts)), ("padded", pad(texts))):
         torch._dynamo.reset()
         yield from _shape(model, f"{case}, {shape}", inputs, labels, want, device)
 

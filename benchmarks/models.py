@@ -7,14 +7,13 @@ compiled model without attention plus the bare kernel on rows that are packed al
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from bare_kernels import BARE
 from diffusion_cases import FLUX, GRID, QWEN, TEXT, Family, Scope, joint_mask, routes, text_mask
-from measure import Call, Compiling, Row, captures, compiled, first_calls, rows, times, usable_kernels
+from measure import Call, Compiling, Row, captures, compiled, first_calls, rows, usable_kernels
 from torch import Tensor
 
 from varlen_prep import VarlenMetadata
@@ -51,22 +50,21 @@ def _family(family: Family, device: str) -> Iterator[Row]:
     }
     compiling: dict[str, Compiling] = {}
 
-    def measure(part: str, names: list[str]) -> list[Row]:
+    def measure(part: str, names: list[str], more: Mapping[str, Call]) -> list[Row]:
         for name in names:
             if name not in compiling:
                 compiling[name] = first_calls(fast[name], device)
                 assert compiling[name].graphs > 0, f"{name}: nothing was compiled"
         calls = {name: fast[name] for name in names}
         errors = {name: _error(name, call, want) for name, call in calls.items() if name != "without attention"}
-        return rows("models", f"{case}, {part}", calls, device, errors=errors, compiling=compiling, **clock)
+        return rows("models", f"{case}, {part}", {**calls, **more}, device, errors=errors, compiling=compiling, **clock)
 
     hub = [name for name in chosen if name.endswith("hub")]
-    found = measure("compiled", [name for name in chosen if name not in hub])
-    yield from found
+    limits = {}
     if device == "cuda":
-        without = next(row.median_us for row in found if row.route == "without attention")
-        assert without is not None
-        yield from _limits(f"{case}, compiled", without, family.attentions(blocks), valid, grid)
+        limits = _limits(fast["without attention"], family.attentions(blocks), valid, grid)
+    yield from measure("compiled", [name for name in chosen if name not in hub], limits)
+    if device == "cuda":
         graphs, failures = captures({name: fast[name] for name in compiling})
         yield from rows("models", f"{case}, CUDA graph", graphs, device, **clock)
         for name, text in failures.items():
@@ -74,7 +72,7 @@ def _family(family: Family, device: str) -> Iterator[Row]:
     # By itself: once its graph breaks are compiled, torch 2.11 runs the routes of diffusers in pieces too.
     ours = [name for name in compiling if name.startswith("varlen_prep")]
     if hub:
-        yield from measure(HUB_CASE, ours + hub)
+        yield from measure(HUB_CASE, ours + hub, {})
 
 
 def _error(name: str, call: Call, want: Tensor) -> float:
@@ -91,19 +89,19 @@ def run(scope: Scope, model: Callable[..., Any], inputs: dict[str, Any]) -> Tens
         return model(**inputs)[0]
 
 
-def _limits(case: str, without: float, attentions: int, valid: tuple[int, ...], grid: tuple[int, int]) -> Iterator[Row]:
-    """The time without attention plus that of the bare kernels, on rows that are packed already."""
+def _limits(without: Call, attentions: int, valid: tuple[int, ...], grid: tuple[int, int]) -> dict[str, Call]:
+    """The model without attention and then the bare kernels, on rows that are packed already: on as warm a GPU."""
     mask = joint_mask(text_mask(valid, max(valid), "cuda"), grid[0] * grid[1])
     lengths = mask.sum(1).tolist()
     meta = VarlenMetadata.from_lengths([mask.shape[1]] * len(valid), lengths, device="cuda")
     q = torch.randn(mask.numel(), 24, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(sum(lengths), 24, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    @torch.no_grad()
+    def both(kernel: str) -> None:
+        without()
+        for _ in range(attentions):
+            BARE[kernel](q, k, v, meta)
+
     kernels = [name for name in usable_kernels() if name in BARE and name != "sage"]
-    calls = {name: functools.partial(BARE[name], q, k, v, meta) for name in kernels}
-    for name, values in times(calls, "cuda", queued=8, ahead=True).items():
-        kernel = statistics.median(values)
-        note = f"{without:.0f} us + {attentions} x {kernel:.0f} us"
-        yield Row(
-            group="models", case=case, route=f"limit: no attention + bare {name}",
-            median_us=without + attentions * kernel, note=note,
-        )  # fmt: skip
+    return {f"limit: no attention + bare {name}": functools.partial(both, name) for name in kernels}
