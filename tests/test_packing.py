@@ -118,6 +118,8 @@ def test_wrong_shapes_and_sides_are_refused_with_their_text() -> None:
         unpack(torch.zeros(6, 5), meta, "k")
     with refuses(ValueError, "side", "'q' or 'k'", "'keys'"):
         pack(torch.zeros(2, 4, 5), meta, "keys")
+    with refuses(ValueError, "side", "'q' or 'k'", "'keys'"):
+        meta.runs("keys", 6)
     with refuses(ValueError, "packed rows", "no padded shape"):
         pack(torch.zeros(2, 4, 5), VarlenMetadata.from_lengths([3, 2]), "q")
 

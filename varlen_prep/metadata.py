@@ -136,16 +136,16 @@ class VarlenMetadata(Constructors, Pictures):
             int32 `(begin, end)` on the device, (1,) or in place (B,): the buffer is so many stretches of equal length,
             and in each the rows from begin to end take part.  None where every row is known to.
         """
-        cu_seqlens, total = (self.cu_seqlens_q, self.total_q) if side == "q" else (self.cu_seqlens_k, self.total_k)
+        one = self.side(side)
         if rows is None:
             rows = math.prod(self.padded_shape(side))
-        if total is not None and total == rows:
+        if one.total is not None and one.total == rows:
             return None
         if self.layout != "in_place" or rows == 0:
-            return cu_seqlens[:1], cu_seqlens[-1:]
+            return one.cu_seqlens[:1], one.cu_seqlens[-1:]
         batch, _ = self.padded_shape(side)
         # The valid run is the middle one of the sequences of each padded row.
-        begin = cu_seqlens[:-1].view(batch, -1)
+        begin = one.cu_seqlens[:-1].view(batch, -1)
         middle = begin.shape[1] // 2
         return begin[:, middle], begin[:, middle + 1]
 
