@@ -74,16 +74,17 @@ def differentiable(
     """
     if not only_autograd(*tensors):
         return operator(*tensors, *rest)
+    return undispatched(kernel, setup_context, gradient, tensors, *rest)
+
+
+def undispatched(
+    kernel: Callable[..., Any], setup_context: Callable[..., None], gradient: Callable[..., Any],
+    tensors: tuple[Tensor, ...], *rest: Any,
+) -> Any:  # fmt: skip
+    """Calls a kernel without its operator, where `only_autograd` holds; the arguments are those of `differentiable`."""
     if not differentiates(*tensors):
         return kernel(*tensors, *rest)
-    return recorded(kernel, setup_context, gradient, *tensors, *rest)
-
-
-def recorded(
-    kernel: Callable[..., Any], setup_context: Callable[..., None], gradient: Callable[..., Any], *inputs: Any
-) -> Any:
-    """Calls a kernel so that autograd records it; the arguments are those of `differentiable`."""
-    return _Direct.apply(kernel, setup_context, gradient, *inputs)
+    return _Direct.apply(kernel, setup_context, gradient, *tensors, *rest)
 
 
 class _Direct(torch.autograd.Function):

@@ -30,8 +30,8 @@ class Call(NamedTuple):
     totals: tuple[int | None, int | None]
     equal_lengths: bool
     backend: str | None
-    looks: int
-    """`selection.looks()`: packages may have come since an answer was kept."""
+    state: tuple[str | None, int] | None
+    """Of `selection`, whose answer may differ once it changes; None where no answer is kept."""
     causal: bool
     window_size: tuple[int, int]
     softcap: float
@@ -55,8 +55,8 @@ def choose(
         (meta.batch, meta.seq_q, meta.seq_kv),
         (meta.total_q, meta.total_k),
         meta.equal_lengths,
-        backend if backend is not None else selection.scope(),
-        selection.looks() if keep else 0,  # a trace would be guarded by it
+        backend,
+        selection.state() if keep else None,  # a trace would be guarded by it
         causal,
         window_size,
         softcap,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import differentiates, recorded, refuse_tangents, unwatched
+from ._direct import differentiates, refuse_tangents, undispatched, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -64,10 +64,9 @@ def call(
     if not direct:
         result: tuple[Tensor, Tensor] = operator(backend)(q, k, v, *arguments)
         return result
-    if not differentiates(q, k, v):
-        return _forward(backend, q, k, v, *arguments, read_lse=lse)
-    kernel, gradient = functools.partial(_forward, backend), functools.partial(_autograd, backend)
-    return recorded(kernel, _setup_context, gradient, q, k, v, *arguments)
+    kernel = functools.partial(_forward, backend, read_lse=lse or differentiates(q, k, v))
+    gradient = functools.partial(_autograd, backend)
+    return undispatched(kernel, _setup_context, gradient, (q, k, v), *arguments)
 
 
 def _arguments(q: Tensor, rest: tuple[Any, ...], lse: bool = True) -> Arguments:

@@ -78,14 +78,9 @@ def use_backend(name: str) -> Iterator[None]:
         _scope.name = before
 
 
-def scope() -> str | None:
-    """The name that `use_backend` has set on this thread."""
-    return _scope.name
-
-
-def looks() -> int:
-    """How often this process has looked for packages: what was decided before may differ now."""
-    return _looks
+def state() -> tuple[str | None, int]:
+    """What a choice depends on besides the call: the scope, and how often this process has looked for packages."""
+    return _scope.name, _looks
 
 
 def find(name: str) -> Backend:
