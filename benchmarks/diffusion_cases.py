@@ -124,7 +124,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def routes(model: torch.nn.Module, device: str, hub: bool = True) -> dict[str, tuple[Scope, bool]]:
+def routes(model: torch.nn.Module, device: str) -> dict[str, tuple[Scope, bool]]:
     """Name -> (the scope in which the model is run, whether it compiles to one graph); ours with the best kernel."""
     best = best_kernel(device)
     found: dict[str, tuple[Scope, bool]] = {
@@ -133,7 +133,7 @@ def routes(model: torch.nn.Module, device: str, hub: bool = True) -> dict[str, t
         "without attention": (lambda: _without(model), True),
     }
     # Last: once its graph breaks are compiled, the routes of diffusers above run in pieces too.
-    if hub and (device == "cpu" or "flash3" in usable_kernels()):
+    if device == "cpu" or "flash3" in usable_kernels():
         found["diffusers _flash_3_varlen_hub"] = (lambda: _hub(model, device), False)
     return found
 

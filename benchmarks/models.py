@@ -39,7 +39,7 @@ def _family(family: Family, device: str) -> Iterator[Row]:
         f"{family.name}, {family.attentions(blocks)} blocks, B{len(valid)}, {max(valid)} + {grid[0] * grid[1]} tokens"
     )
     clock: dict[str, Any] = {"runs": 8, "queued": 3, "ahead": True} if device == "cuda" else {"runs": 2}
-    chosen = routes(model, device, hub=family is FLUX)  # it takes minutes to compile, for the same code in both models
+    chosen = routes(model, device)
     eager = {name: functools.partial(run, scope, model, inputs) for name, (scope, _) in chosen.items()}
     want = next(iter(eager.values()))().float()  # SDPA is the first
     errors = {name: _error(name, call, want) for name, call in eager.items() if name != "without attention"}
