@@ -38,7 +38,7 @@ def markdown(found: list[Bar]) -> str:
     lines = ["| bar | limit | found | met |", "|---|---|---|---|"]
     words = {True: "yes", False: "**no**", None: "not measured"}
     for bar in found:
-        value = "" if bar.found is None else f"{bar.found:.3g}" if abs(bar.found) < 1000 else f"{bar.found:.0f}"
+        value = "" if bar.found is None else f"{bar.found:.4g}" if abs(bar.found) < 1000 else f"{bar.found:.0f}"
         lines.append(f"| {bar.claim} | {bar.limit} | {value} | {words[bar.met]} |")
     return "\n".join(lines) + "\n"
 

@@ -88,7 +88,8 @@ def plot(folder: Path, group: str, rows: Sequence[Row]) -> list[Path]:
         ours = ["#0072b2" if _is_ours(row.route) else "#bbbbbb" for row in found]
         bars = axes.barh([row.route for row in found], [row.median_us for row in found], color=ours)
         axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
-        axes.set(xlabel="microseconds, median", title=f"{group}: {case}")
+        axes.set(xlabel="microseconds, median")
+        figure.suptitle(f"{group}: {case}", fontsize=9, x=0.01, ha="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
         name = "".join(c if c.isalnum() else "-" for c in f"{group} {case}".lower())
