@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache
 
 import varlen_prep
 from varlen_prep.selection import automatic_order
@@ -61,14 +62,15 @@ class Compiling:
 
 
 def first_calls(call: Call, device: str) -> Compiling:
-    """Runs the call for the first time."""
+    """Runs the call for the first time, without what routes before it left in the caches of compiled code."""
     counters = torch._dynamo.utils.counters
     counters.clear()
-    begin = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
+    with fresh_cache():
+        begin = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
     return Compiling(seconds, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 

@@ -45,9 +45,16 @@ def _routes(mask: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
         index = mask.flatten().nonzero().flatten()
         return k.flatten(0, 1)[index], v.flatten(0, 1)[index]
 
+    def gather(k: Tensor, v: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        return k.flatten(0, 1).index_select(0, order), v.flatten(0, 1).index_select(0, order)
+
     device, packed, targets = mask.device.type, pack(k, meta, "k"), (torch.empty_like(k), torch.empty_like(v))
-    fast_both, fast_back = compiled(both, device), compiled(back, device)
+    fast_both, fast_back, fast_gather = (compiled(function, device) for function in (both, back, gather))
+    order = meta.order_k
+    assert order is not None
     valid = int(mask.sum())
+    for got, expected in zip(fast_gather(k, v, order), by_nonzero(), strict=True):
+        assert torch.equal(got[:valid], expected)
     for function in (both, fast_both):
         for got, expected in zip(function(k, v, meta), by_nonzero(), strict=True):
             assert torch.equal(got[:valid], expected)
@@ -59,6 +66,7 @@ def _routes(mask: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
         "varlen_prep pack": lambda: both(k, v, meta),
         "varlen_prep pack, compiled": lambda: fast_both(k, v, meta),
         "nonzero + index": by_nonzero,
+        "gather of all rows, compiled": lambda: fast_gather(k, v, order),
         "varlen_prep unpack": lambda: back(packed, meta),
         "varlen_prep unpack, compiled": lambda: fast_back(packed, meta),
     }
