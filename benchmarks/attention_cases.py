@@ -123,9 +123,14 @@ class Problem:
         }  # fmt: skip
 
     def error(self, out: Tensor) -> float:
-        """Of an output of q's shape, at places spread over the queries."""
+        """Of an output, at places spread over the queries; it has all of them, or those that the mask keeps."""
         batch, seq = self.q.shape[:2]
         samples = [(b, i) for b in range(batch) for i in torch.linspace(0, seq - 1, 9).long().tolist()]
+        if out.numel() < self.q.numel():  # queries without their padding
+            assert self.mask is not None
+            samples = [place for place in samples if self.mask[place]]
+            out = torch.zeros_like(self.q).masked_scatter(self.mask[..., None, None], out)
+        out = out.reshape(self.q.shape)
         row, query = (torch.tensor(side, device=self.device) for side in zip(*samples, strict=True))
         index = torch.arange(self.case.seq_kv, device=self.device)
         if self.causal:

@@ -8,6 +8,7 @@ Markdown table; packages that are not installed are listed as such.  T packed ro
 from __future__ import annotations
 
 import argparse
+import inspect
 import platform
 from collections.abc import Callable
 from importlib import metadata
@@ -20,38 +21,41 @@ import varlen_prep
 from varlen_prep import VarlenMetadata, prepare_varlen, varlen_attention
 
 LENGTHS = [100, 33, 1, 257, 65]
-Call = Callable[[Tensor, Tensor, Tensor, VarlenMetadata], Tensor]
+Call = Callable[..., Tensor]
+"""(q, k, v, metadata, causal=False) -> out."""
 
 
-def bare_flash(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Tensor:
+def bare_flash(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: bool = False) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(q, k, v, *_lengths(meta))
+    return flash_attn_varlen_func(q, k, v, *_lengths(meta), causal=causal)
 
 
-def bare_flash3(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Tensor:
+def bare_flash3(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: bool = False) -> Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
-    out = flash_attn_varlen_func(q, k, v, *_lengths(meta))
+    out = flash_attn_varlen_func(q, k, v, *_lengths(meta), causal=causal)
     return out[0] if isinstance(out, tuple) else out
 
 
-def bare_flash4(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Tensor:
+def bare_flash4(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: bool = False) -> Tensor:
     from flash_attn.cute import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(q, k, v, **meta.flash_kwargs())[0]
+    return flash_attn_varlen_func(q, k, v, **meta.flash_kwargs(), causal=causal)[0]
 
 
-def bare_sage(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Tensor:
+def bare_sage(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: bool = False) -> Tensor:
     from sageattention import sageattn_varlen
 
-    return sageattn_varlen(q, k, v, *_lengths(meta))
+    return sageattn_varlen(q, k, v, *_lengths(meta), is_causal=causal)
 
 
-def bare_torch(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata) -> Tensor:
+def bare_torch(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: bool = False) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q, k, v, *_lengths(meta))
+    # Newer releases want to be told of grouped heads; the older ones take them as they are.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(q, k, v, *_lengths(meta), window_size=(-1, 0 if causal else -1), **grouped)
 
 
 def _lengths(meta: VarlenMetadata) -> tuple[Tensor, Tensor, int, int]:

@@ -99,6 +99,18 @@ def test_the_check_of_attention_sees_a_wrong_key(suite):
     assert attention_error(out, q, k, v, allowed.roll(1, 1), samples) > 1e-2
 
 
+def test_the_check_of_attention_takes_queries_without_their_padding(suite):
+    from attention_cases import Problem, cases
+
+    problem = Problem(next(case for case in cases("cpu") if case.name == "right"), "cpu")
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (problem.q, problem.k, problem.v)), attn_mask=problem.mask[:, None, None]
+    ).transpose(1, 2)
+    assert problem.error(out) < 1e-5
+    assert problem.error(out[problem.mask]) < 1e-5
+    assert problem.error(out[problem.mask].roll(1, 0)) > 1e-2
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_flux_model_is_clean_here_and_not_on_the_route_of_diffusers(suite):
     from audit_flux import audits
