@@ -5,6 +5,7 @@ B rows, S padded length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -72,7 +73,7 @@ def _masks(device: str, batch: int, seq: int, kind: str, prepare: Callable[[Tens
     }
     if kind != "hole":
         calls["varlen_prep, in_place"] = lambda: in_place(mask)
-    calls |= _others(mask, batch, seq, device)
+    calls |= _others(mask, device)
     for name, call in calls.items():
         if "in_place" not in name:
             assert torch.equal(_offsets(call()), want), name
@@ -84,37 +85,52 @@ def _offsets(result: object) -> Tensor:
     return result.cu_seqlens_k if isinstance(result, VarlenMetadata) else result  # type: ignore[return-value]
 
 
-def _others(mask: Tensor, batch: int, seq: int, device: str) -> dict[str, Call]:
+def _others(mask: Tensor, device: str) -> dict[str, Call]:
+    """What users have without this library, on the mask; compiled as well, with the graph breaks that they have."""
     calls: dict[str, Call] = {}
+    for name, function in _their_functions(device).items():
+        calls[name] = functools.partial(function, mask)
+    return calls
+
+
+@functools.cache
+def _their_functions(device: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Name -> function of a mask that returns key offsets; one of each, so that shapes in motion compile once."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
     try:
         from diffusers.models import attention_dispatch
 
         theirs = attention_dispatch._prepare_for_flash_attn_or_sage_varlen
-        calls["diffusers"] = lambda: theirs(batch, seq, seq, attn_mask=mask, device=mask.device)[1][1]
 
-        def with_indices() -> Tensor:
-            """As its models do in each layer: offsets, and where the valid rows are; ours has both too."""
-            mask.flatten().nonzero(as_tuple=False).flatten()
+        def alone(mask: Tensor) -> Tensor:
+            batch, seq = mask.shape
             return theirs(batch, seq, seq, attn_mask=mask, device=mask.device)[1][1]
 
-        calls["diffusers, with the rows to pack"] = with_indices
+        def with_indices(mask: Tensor) -> Tensor:
+            """As its models do in each layer: offsets, and where the valid rows are; ours has both too."""
+            mask.flatten().nonzero(as_tuple=False).flatten()
+            return alone(mask)
+
+        found |= {"diffusers": alone, "diffusers, with the rows to pack": with_indices}
     except (ImportError, AttributeError):
         pass
     try:
         from transformers.modeling_flash_attention_utils import _get_unpad_data
 
-        calls["transformers _get_unpad_data"] = lambda: _get_unpad_data(mask)[1]
+        found["transformers _get_unpad_data"] = lambda mask: _get_unpad_data(mask)[1]
     except ImportError:
         pass
     if device == "cuda":
         try:
             from flash_attn.bert_padding import unpad_input
 
-            x = torch.empty(batch, seq, 1, device=device, dtype=torch.bfloat16)
-            calls["flash_attn.bert_padding"] = lambda: unpad_input(x, mask)[2]
+            def unpad(mask: Tensor) -> Tensor:
+                return unpad_input(torch.empty(*mask.shape, 1, device=device, dtype=torch.bfloat16), mask)[2]
+
+            found["flash_attn.bert_padding"] = unpad
         except ImportError:
             pass
-    return calls
+    return found | {f"{name}, compiled": compiled(call, device, fullgraph=False) for name, call in found.items()}
 
 
 def _documents(device: str, documents: int, from_ids: Callable[[Tensor], VarlenMetadata]) -> Measured:
