@@ -66,6 +66,27 @@ def test_forward_mode_differentiation_is_refused_not_zero(backend):
         torch.func.jvp(lambda q: compat.flash_attn_varlen_func(q, x, x, cu_seqlens, cu_seqlens, 3, 3), (x,), (x,))
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_functional_gradients_are_refused_by_name(backend, transform):
+    """torch's own error tells the author of an operator what to do, not its user."""
+    x, meta = random(3, 1, 8), VarlenMetadata.from_lengths([3])
+
+    def loss(v):
+        return varlen_attention(x, x, v, meta, backend=backend).sum()
+
+    with refuses(NotImplementedError, "torch.autograd.grad"):
+        transform(loss)(x)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor_is_named(name):
+    x = random(3, 1, 8)
+    given = {"q": x, "k": x, "v": x, name: x.tolist()}
+    with refuses(TypeError, f"{name}: expected a tensor, got list"):
+        varlen_attention(**given, meta=VarlenMetadata.from_lengths([3]))
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_autocast_changes_nothing(backend):
     inputs, meta = make_inputs((6,), (6,), dtype=torch.float32), VarlenMetadata.from_lengths([4, 2])

@@ -22,10 +22,16 @@ def differentiates(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def refuse_tangents(*tensors: Tensor) -> None:
-    """Below an operator, torch would drop the tangents of forward-mode differentiation and return zeros."""
-    if not torch.compiler.is_compiling() and _has_tangent(*tensors):
+def refuse_transforms(*tensors: Tensor) -> None:
+    """Below an operator, torch would drop the tangents of forward-mode differentiation and return zeros; under
+    `torch.func.grad` it fails with advice for whoever wrote the operator."""
+    if torch.compiler.is_compiling():
+        return
+    if _has_tangent(*tensors):
         raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    if innermost is not None and innermost.key() == torch._C._functorch.TransformType.Grad:
+        raise NotImplementedError("torch.func.grad, vjp, jacrev: operators do not have them; use torch.autograd.grad.")
 
 
 def transformed(*tensors: Tensor) -> bool:

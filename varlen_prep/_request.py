@@ -107,6 +107,13 @@ def _queries_unstated(call: Call) -> bool:
     return call.padded[0] is not None and total_k is None and total_q is not None
 
 
+def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That q, k and v are tensors."""
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}.")
+
+
 def check_options(
     causal: bool, window_size: tuple[int, int], softmax_scale: float | None, softcap: float, deterministic: bool
 ) -> None:

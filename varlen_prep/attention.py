@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import op
-from ._direct import differentiates, only_autograd, refuse_tangents
-from ._request import check_options, choose
+from ._direct import differentiates, only_autograd, refuse_transforms
+from ._request import check_kinds, check_options, choose
 from .metadata import VarlenMetadata
 from .moves import keep_rows
 from .packing import pack_rows, unpack, zero_gradient_rows
@@ -59,7 +59,8 @@ def varlen_attention(
     Raises:
         ValueError: shapes that do not fit each other or the metadata, `causal` or a window with a key mask but no
             `mask_q`, or something the backend cannot do (all reasons are listed).
-        TypeError: q, k, v of different dtypes; options of other types.
+        TypeError: q, k, v of different dtypes, or no tensors; options of other types.
+        NotImplementedError: forward-mode differentiation, `torch.func` transforms, second derivatives.
 
     Example:
         >>> import torch
@@ -75,7 +76,8 @@ def varlen_attention(
     check_options(causal, window_size, softmax_scale, softcap, deterministic)
     direct = only_autograd(q, k, v)
     if not direct:
-        refuse_tangents(q, k, v)
+        check_kinds(q, k, v)
+        refuse_transforms(q, k, v)
     left, right = window_size
     backward = differentiates(q, k, v)
     chosen = choose(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import differentiates, refuse_tangents, undispatched, unwatched
+from ._direct import differentiates, refuse_transforms, undispatched, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -143,7 +143,7 @@ def _autograd(backend: Backend, ctx: Any, dout: Tensor | None, dlse: None) -> tu
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     if dout is None:
         return (None,) * (5 + len(ctx.options))
-    refuse_tangents(dout)
+    refuse_transforms(dout)
     given = (dout, q, k, v, out, lse)
     if unwatched(*given):
         grads = _backward(backend, *given, cu_seqlens_q, cu_seqlens_k, *ctx.options)
