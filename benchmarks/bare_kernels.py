@@ -8,6 +8,7 @@ Markdown table; packages that are not installed are listed as such.  T packed ro
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import platform
 from collections.abc import Callable
@@ -53,9 +54,15 @@ def bare_sage(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: boo
 def bare_torch(q: Tensor, k: Tensor, v: Tensor, meta: VarlenMetadata, causal: bool = False) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # Newer releases want to be told of grouped heads; the older ones take them as they are.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return varlen_attn(q, k, v, *_lengths(meta), window_size=(-1, 0 if causal else -1), **grouped)
+    return varlen_attn(q, k, v, *_lengths(meta), window_size=(-1, 0 if causal else -1), **_grouped_heads())
+
+
+@functools.cache
+def _grouped_heads() -> dict[str, bool]:
+    """Newer releases of torch want to be told of grouped heads; the older ones take them as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _lengths(meta: VarlenMetadata) -> tuple[Tensor, Tensor, int, int]:
