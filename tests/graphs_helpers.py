@@ -126,7 +126,10 @@ def mask(
         "position_ids": torch.arange(seq)[None] if positions is None else positions,
     }
     function = getattr(masking_utils, make)
-    return function(**{name: given[name] for name in inspect.signature(function).parameters if name in given})
+    taken = set(inspect.signature(function).parameters)
+    if "cache" in taken:
+        taken -= {"past_key_values"}  # shown beside its successor since 5.25
+    return function(**{name: value for name, value in given.items() if name in taken})
 
 
 class StandInGraph:
