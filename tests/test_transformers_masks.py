@@ -123,11 +123,17 @@ def test_bidirectional_masks(window, masked):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_documents_begin_where_the_pattern_says(window):
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_documents_begin_where_the_pattern_says(kind, window):
+    if kind == "bidirectional" and before("5.25"):
+        pytest.skip("such masks were not told positions")
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="varlen_prep")
     config.sliding_window = window
-    make = masking.create_causal_mask if window is None else masking.create_sliding_window_causal_mask
+    make = getattr(masking, f"create_{'' if window is None else 'sliding_window_'}causal_mask")
     arguments = {"attention_mask": None, "position_ids": packed_positions(), "past_key_values": None}
+    if kind == "bidirectional":
+        make = getattr(masking, f"create_bidirectional_{'' if window is None else 'sliding_window_'}mask")
+        del arguments["past_key_values"]
     if before("5.4"):
         arguments |= {"input_embeds": torch.zeros(2, 11, 1), "cache_position": torch.arange(11)}
     else:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ._capture import capturing
 
-TESTED = ("5.0.0", "5.17.0", "5.24.0")
+TESTED = ("5.0.0", "5.17.0", "5.25.0")
 """Versions of transformers that this module was run with. It replaces private names, which another version may lack."""
 
 _SEARCH = "find_packed_sequence_indices"

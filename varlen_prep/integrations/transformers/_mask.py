@@ -68,7 +68,8 @@ def mask_function(layout: Layout, capacity: int | None) -> Callable[..., VarlenM
             q_length, device = cache_position.shape[0], cache_position.device
             q_offset = 0 if kv_length == q_length and kv_offset == 0 else cache_position[0]
         causal = "allow_is_bidirectional_skip" not in kwargs  # only the bidirectional patterns are given it
-        documents = causal and attention_mask is None and q_length == kv_length and not allow_is_causal_skip
+        skippable = allow_is_causal_skip if causal else kwargs["allow_is_bidirectional_skip"]  # not with documents
+        documents = attention_mask is None and q_length == kv_length and not skippable
         composed = mask_function.__name__ == "and_mask"  # __qualname__ does not trace on torch 2.11
         known = composed and (documents or local_size is not None)
         if use_vmap or not (known or mask_function in (causal_mask_function, bidirectional_mask_function)):
@@ -91,7 +92,7 @@ def mask_function(layout: Layout, capacity: int | None) -> Callable[..., VarlenM
             )
         window_size = (-1, -1) if local_size is None else (local_size - 1, 0) if causal else (local_size, local_size)
         if composed and documents:
-            meta = _documents(mask_function, batch_size, q_length, capacity, device)
+            meta = _documents(mask_function, batch_size, q_length, causal, capacity, device)
         else:
             sizes = (batch_size, q_length, kv_length)
             aligned = causal or local_size is not None
@@ -143,18 +144,24 @@ def _padded(
 
 
 def _documents(
-    mask_function: Callable[..., Tensor], batch: int, seq: int, capacity: int | None, device: torch.device | None
+    mask_function: Callable[..., Tensor],
+    batch: int,
+    seq: int,
+    causal: bool,
+    capacity: int | None,
+    device: torch.device | None,
 ) -> VarlenMetadata:
     """Documents packed in rows: one goes on where a row sees the row before it."""
     row = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.int64, device=device)
     index = torch.arange(seq, device=device)[None]
     before = (index - 1).clamp(min=0)
-    torch._assert_async(
-        ~(mask_function(row, head, before, index) & (before < index)).any(),
-        "mask_function: a row sees a later one, as in blocks of image tokens, which offsets cannot express together "
-        "with documents; use attn_implementation='sdpa'.",
-    )
-    begins = ~mask_function(row, head, index, before)
+    if causal:
+        torch._assert_async(
+            ~(mask_function(row, head, before, index) & (before < index)).any(),
+            "mask_function: a row sees a later one, as in blocks of image tokens, which offsets cannot express "
+            "together with documents; use attn_implementation='sdpa'.",
+        )
+    begins = ~mask_function(row, head, index, before).expand(batch, seq)  # a plain window knows no rows
     # Positions that skip a number at every beginning, whatever the model's own restart at.
     return VarlenMetadata.from_position_ids(index + begins.cumsum(1), capacity=capacity)

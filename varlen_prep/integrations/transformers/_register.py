@@ -11,7 +11,7 @@ from varlen_prep import backends
 from ._attention import attention_function
 from ._mask import Layout, mask_function
 
-TESTED = ("5.0.0", "5.17.0", "5.24.0")
+TESTED = ("5.0.0", "5.17.0", "5.25.0")
 """Versions of transformers that this module was run with, the lowest and the newest among them."""
 
 BACKENDS: Mapping[str, str | None] = {
