@@ -154,6 +154,8 @@ def train(name: str, implementation: str, batches: list[Batch], args: argparse.N
     model = model.to(args.device, args.dtype).train()
     checkpointing = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     checkpointing({"use_reentrant": False})
+    # The package kernels (0.19) notes in every forward which kernels are active: needless in the recomputation.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     graphs: set[Any] = set()
 

@@ -44,7 +44,7 @@ def test_a_leak_between_documents_fails():
     # The mask function forgets where documents begin: both the losses and the check of single tokens notice.
     leaking = (
         "from varlen_prep.integrations.transformers import _mask; from varlen_prep import prepare_varlen\n"
-        "_mask._documents = lambda f, rows, seq, n, device, make=prepare_varlen: make(rows, seq, seq, device=device)"
+        "_mask._documents = lambda f, rows, seq, *rest, make=prepare_varlen: make(rows, seq, seq, device=rest[-1])"
     )
     result = run("--tolerance", "0.0001", before=leaking)
     assert result.returncode == 1
