@@ -28,9 +28,10 @@ from helpers import (
     run,
 )
 from standins import _attention, flash2, flash3, flash4
+from torch import Tensor
 
 from varlen_prep import VarlenMetadata, op, prepare_varlen, varlen_attention
-from varlen_prep.backends import Arguments, Request, flash, hub
+from varlen_prep.backends import Arguments, Request, _calls, flash, hub
 from varlen_prep.backends import flash3 as flash3_backend
 from varlen_prep.backends import flash4 as flash4_backend
 
@@ -161,6 +162,26 @@ def test_arguments_that_a_release_lacks_are_dropped_at_their_default_and_else_re
         run(inputs, meta, backend=name, softcap=2.0)
     with refuses(ValueError, "deterministic", "True"):
         run(inputs, meta, backend=name, deterministic=True)
+
+
+def test_an_argument_that_nothing_is_known_about_is_refused_by_name() -> None:
+    def kernel(q: Tensor, news: Tensor, scale: float = 1.0, *, later: int = 0) -> None: ...
+
+    with refuses(ValueError, "kernel needs news", "not one that varlen_prep knows"):
+        _calls.bind(kernel, ("q",))
+
+
+def test_the_function_of_a_registered_operator_is_called_without_a_second_dispatch() -> None:
+    @torch.library.custom_op("varlen_prep_tests::scaled", mutates_args=())
+    def scaled(x: Tensor, causal: bool, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+    x = torch.ones(2)
+    run = _calls.bind(scaled, ("x", "causal"), (("scale", 3.0, 1.0),))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert_bit_equal(run(x, True), 3 * x)
+        scaled(x, True)
+    assert [event.name for event in profile.events()].count("varlen_prep_tests::scaled") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import _profiler_enabled, forward_ad
+from torch.compiler import is_compiling
+from torch.jit import is_tracing
 from torch.nn import Parameter
 
 _PLAIN = (Tensor, Parameter)
+_C, _functorch = torch._C, torch._C._functorch  # looked up once: the questions below are part of every eager call
 
 
 def differentiates(*tensors: Tensor) -> bool:
@@ -25,20 +28,20 @@ def differentiates(*tensors: Tensor) -> bool:
 def refuse_transforms(*tensors: Tensor) -> None:
     """Below an operator, torch would drop the tangents of forward-mode differentiation and return zeros; under
     `torch.func.grad` it fails with advice for whoever wrote the operator."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if _has_tangent(*tensors):
         raise NotImplementedError("forward-mode differentiation: no varlen kernel has it; use reverse mode.")
-    innermost = torch._C._functorch.peek_interpreter_stack()
-    if innermost is not None and innermost.key() == torch._C._functorch.TransformType.Grad:
+    innermost = _functorch.peek_interpreter_stack()
+    if innermost is not None and innermost.key() == _functorch.TransformType.Grad:
         raise NotImplementedError("torch.func.grad, vjp, jacrev: operators do not have them; use torch.autograd.grad.")
 
 
 def transformed(*tensors: Tensor) -> bool:
     """Whether functorch or forward-mode differentiation asks for rules that the operators do not have."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or _has_tangent(*tensors)
+    return _functorch.peek_interpreter_stack() is not None or _has_tangent(*tensors)
 
 
 def only_autograd(*tensors: Tensor) -> bool:
@@ -48,12 +51,12 @@ def only_autograd(*tensors: Tensor) -> bool:
     `torch.device` scopes), a functorch transform, forward-mode differentiation, a profiler, a subclass of Tensor.
     """
     return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.autograd._profiler_enabled()
-        and not torch.jit.is_tracing()
+        not is_compiling()
+        and not _C._len_torch_dispatch_stack()
+        and not _C._len_torch_function_stack()
+        and _functorch.peek_interpreter_stack() is None
+        and not _profiler_enabled()
+        and not is_tracing()
         and not _has_tangent(*tensors)
         and all(map(_is_plain, tensors))
     )
@@ -80,17 +83,16 @@ def differentiable(
     """
     if not only_autograd(*tensors):
         return operator(*tensors, *rest)
-    return undispatched(kernel, setup_context, gradient, tensors, *rest)
-
-
-def undispatched(
-    kernel: Callable[..., Any], setup_context: Callable[..., None], gradient: Callable[..., Any],
-    tensors: tuple[Tensor, ...], *rest: Any,
-) -> Any:  # fmt: skip
-    """Calls a kernel without its operator, where `only_autograd` holds; the arguments are those of `differentiable`."""
     if not differentiates(*tensors):
         return kernel(*tensors, *rest)
-    return _Direct.apply(kernel, setup_context, gradient, *tensors, *rest)
+    return recorded(kernel, setup_context, gradient, *tensors, *rest)
+
+
+def recorded(
+    kernel: Callable[..., Any], setup_context: Callable[..., None], gradient: Callable[..., Any], *inputs: Any
+) -> Any:
+    """Calls a kernel without its operator, for autograd alone; the arguments are those of `differentiable`."""
+    return _Direct.apply(kernel, setup_context, gradient, *inputs)
 
 
 class _Direct(torch.autograd.Function):
@@ -119,7 +121,7 @@ def _own(x: Tensor) -> Tensor:
 
 def _is_plain(x: Tensor) -> bool:
     """Neither of a subclass nor of an old `vmap`, whose tensors look like plain ones."""
-    return type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x)
+    return type(x) in _PLAIN and not _functorch.is_legacy_batchedtensor(x)
 
 
 def _has_tangent(*tensors: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .metadata import VarlenMetadata
 
 
 class Call(NamedTuple):
-    """The host values of a call, hashable outside a trace."""
+    """The host values of a call, hashable outside a trace; put together only for an answer that is not kept."""
 
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -48,7 +48,7 @@ def choose(
 
     With `keep` the answer is remembered; not while tracing, where sizes are not yet known.
     """
-    call = Call(
+    fields = (
         (q.shape, k.shape, v.shape),
         (q.dtype, k.dtype, v.dtype),
         (q.device, k.device, v.device, meta.cu_seqlens_q.device),
@@ -65,10 +65,11 @@ def choose(
         lse,
     )
     # Whether a kernel is deterministic may depend on a switch of torch.
-    return _kept(call) if keep and not deterministic else _choose(call)
+    return _kept(*fields) if keep and not deterministic else _choose(*fields)
 
 
-def _choose(call: Call) -> Backend:
+def _choose(*fields: Any) -> Backend:
+    call = Call(*fields)
     _check_tensors(call)
     aligned = call.causal or call.window_size != (-1, -1)
     if aligned and _queries_unstated(call):

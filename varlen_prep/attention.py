@@ -107,6 +107,7 @@ def varlen_attention(
         softcap,
         deterministic,
         lse=return_lse,
+        backward=backward,
         direct=direct,
     )
     if finite_backward and meta.layout == "in_place" and (runs := meta.runs("q", out.shape[0])) is not None:

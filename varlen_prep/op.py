@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ._checks import INT32_MAX
-from ._direct import differentiates, refuse_transforms, undispatched, unwatched
+from ._direct import recorded, refuse_transforms, unwatched
 from .backends import REGISTRY, Arguments, Backend, lse_dtype
 
 NAMESPACE = "varlen_prep"
@@ -55,25 +55,29 @@ def operator(backend: Backend) -> Any:
 
 
 def call(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse: bool, direct: bool
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, lse: bool, backward: bool, direct: bool
 ) -> tuple[Tensor, Tensor]:
     """The operator with all its arguments, or, with `direct`, its kernel at once: where only autograd sees the call.
 
-    Without `lse` what comes back for it may be anything.
+    Without `lse` what comes back for it may be anything; `backward` says whether autograd records the call.
     """
+    result: tuple[Tensor, Tensor]
     if not direct:
-        result: tuple[Tensor, Tensor] = operator(backend)(q, k, v, *arguments)
-        return result
-    kernel = functools.partial(_forward, backend, read_lse=lse or differentiates(q, k, v))
-    gradient = functools.partial(_autograd, backend)
-    return undispatched(kernel, _setup_context, gradient, (q, k, v), *arguments)
+        result = operator(backend)(q, k, v, *arguments)
+    elif not backward:
+        result = _forward(backend, q, k, v, *arguments, read_lse=lse)
+    else:
+        kernel, gradient = functools.partial(_forward, backend), functools.partial(_autograd, backend)
+        result = recorded(kernel, _setup_context, gradient, q, k, v, *arguments)
+    return result
 
 
 def _arguments(q: Tensor, rest: tuple[Any, ...], lse: bool = True) -> Arguments:
     """Fills in what the caller left out: the schema's defaults, and the scale."""
-    scale, softcap, deterministic = rest[7:] + (None, 0.0, False)[len(rest) - 7 :]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Arguments._make((*rest[:7], scale, softcap, deterministic, lse))
+    if len(rest) < 10:
+        rest += (None, 0.0, False)[len(rest) - 7 :]
+    scale = q.shape[-1] ** -0.5 if rest[7] is None else rest[7]
+    return Arguments._make((*rest[:7], scale, *rest[8:], lse))
 
 
 def _forward(
@@ -85,7 +89,7 @@ def _forward(
         out, lse = _fake_forward(q, k, v)
         return out.zero_(), lse.fill_(-torch.inf)
     out, lse = backend.forward(q, k, v, args)
-    if lse.shape != (q.shape[1], q.shape[0]):
+    if args.lse and lse.shape != (q.shape[1], q.shape[0]):
         raise RuntimeError(
             f"backend {backend.name!r}: expected a log-sum-exp (heads, total_q) = {(q.shape[1], q.shape[0])}, got "
             f"{tuple(lse.shape)}; this release of its package is not one that varlen_prep knows."
@@ -110,17 +114,21 @@ def _nothing_attends(q: Tensor, k: Tensor, args: Arguments) -> bool:
 
 
 def _check_rows(q: Tensor, k: Tensor, args: Arguments) -> None:
-    """On CPU the last offset is free to read; on a GPU the constructors check it where the rows are known."""
+    """Kernels read the offsets unseen; on a GPU the constructors check the last one where the rows are known."""
     if args.cu_seqlens_q.shape != args.cu_seqlens_k.shape:
         raise ValueError(
             "cu_seqlens_q, cu_seqlens_k: expected the same number of offsets, got "
             f"{args.cu_seqlens_q.shape[0]} and {args.cu_seqlens_k.shape[0]}."
         )
-    for name, rows, cu_seqlens in (("q", q.shape[0], args.cu_seqlens_q), ("k", k.shape[0], args.cu_seqlens_k)):
-        if cu_seqlens.dtype != torch.int32:
-            raise TypeError(f"cu_seqlens_{name}: expected int32, got {cu_seqlens.dtype}.")
-        if cu_seqlens.device.type == "cpu" and (last := int(cu_seqlens[-1])) > rows:
-            raise ValueError(f"cu_seqlens_{name}: the last offset is {last}, but {name} has only {rows} rows.")
+    _check_offsets("q", q, args.cu_seqlens_q)
+    _check_offsets("k", k, args.cu_seqlens_k)
+
+
+def _check_offsets(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens_{name}: expected int32, got {cu_seqlens.dtype}.")
+    if cu_seqlens.is_cpu and (last := int(cu_seqlens[-1])) > x.shape[0]:
+        raise ValueError(f"cu_seqlens_{name}: the last offset is {last}, but {name} has only {x.shape[0]} rows.")
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

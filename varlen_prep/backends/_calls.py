@@ -1,10 +1,10 @@
-"""Calls kernel functions whose keyword arguments differ from release to release."""
+"""Calls kernel functions whose arguments differ from release to release."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _ALIASES = {
@@ -16,51 +16,60 @@ _ALIASES = {
 """Other names that releases have used for the same argument."""
 
 
-def call(
-    function: Callable[..., Any], optional: dict[str, tuple[Any, Any]], unused: tuple[str, ...] = (), /, **required: Any
-) -> Any:
-    """Calls `function` by keyword, under the names that it has.
-
-    Args:
-        function: a kernel's Python function, or a `torch.library.custom_op`.
-        optional: name to (value, default), hashable. An argument that the function lacks is left out while its value is
-            the default; any other value is refused, because leaving it out would change the result.
-        unused: arguments that are None, where the function has them: releases give no default to some of theirs.
-        required: arguments that it must have.
-
-    Raises:
-        ValueError: naming the argument that the function lacks.
-    """
-    names, bound = _bind(function, tuple(required), tuple(optional.items()), unused)
-    return bound(**dict(zip(names, required.values(), strict=True)))
-
-
 @functools.lru_cache(maxsize=1024)
-def _bind(
+def bind(
     function: Callable[..., Any],
     required: tuple[str, ...],
-    optional: tuple[tuple[str, tuple[Any, Any]], ...],
-    unused: tuple[str, ...],
-) -> tuple[tuple[str, ...], Callable[..., Any]]:
-    """What the function calls the required arguments, and the function with all others; kept, because finding them
-    costs as much as a small call."""
-    names, constant = [], {}
+    optional: tuple[tuple[str, Any, Any], ...] = (),
+    unused: tuple[str, ...] = (),
+) -> Callable[..., Any]:
+    """`function` as one of the `required` arguments alone, by position; kept, because making it takes longer than a
+    small kernel.
+
+    Args:
+        function: a kernel's Python function, or a `torch.library.custom_op`, whose function is called without its
+            dispatch: an operator of this library has been dispatched already, or nothing would see it.
+        required: names of the arguments that it must have.
+        optional: (name, value, default). An argument that the function lacks is left out while its value is the
+            default; any other value is refused, because leaving it out would change the result.
+        unused: arguments that are None, where the function has them: releases give no default to some of theirs.
+
+    Raises:
+        ValueError: naming the argument that the function lacks, or that nothing is known about.
+    """
+    parameters = _parameters(function)
+    values = {name: parameter.default for name, parameter in parameters.items()}
+    names = []
     for name in required:
         found = _name_of(function, name)
         if found is None:
-            takes = ", ".join(sorted(_parameters(function)))
-            raise ValueError(f"{_describe(function)} has no argument {name!r}; it takes {takes}.")
+            raise ValueError(f"{_describe(function)} has no argument {name!r}; it takes {', '.join(sorted(values))}.")
         names.append(found)
-    for name, (value, default) in (*((name, (None, None)) for name in unused), *optional):
+    for name, value, default in (*((name, None, None) for name in unused), *optional):
         found = _name_of(function, name)
         if found is not None:
-            constant[found] = value
+            values[found] = value
         elif value != default:
             raise ValueError(
                 f"{_describe(function)} has no argument {name!r}, so {name}={value!r} is not possible; "
                 "update the package or leave it at its default."
             )
-    return tuple(names), functools.partial(function, **constant)
+    if unknown := [name for name in values if values[name] is inspect.Parameter.empty and name not in names]:
+        raise ValueError(
+            f"{_describe(function)} needs {', '.join(unknown)}: this release of the package is not one that "
+            "varlen_prep knows."
+        )
+    order = list(values)
+    filled, places = list(values.values()), [order.index(name) for name in names]
+    run = _python(function)
+
+    def call(*given: Any) -> Any:
+        arguments = filled.copy()
+        for place, value in zip(places, given, strict=True):
+            arguments[place] = value
+        return run(*arguments)
+
+    return call
 
 
 def has(function: Callable[..., Any], name: str) -> bool:
@@ -82,9 +91,17 @@ def find(module: Any, *paths: str) -> Any:
     )
 
 
+def _python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The Python function of a `torch.library.custom_op`, or the function itself."""
+    inner: Callable[..., Any] = getattr(function, "_init_fn", function)
+    return inner
+
+
 @functools.lru_cache(maxsize=64)
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """By name, in order, those that can be given by position: releases add others that keep their defaults."""
+    parameters = inspect.signature(_python(function)).parameters
+    return {name: one for name, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,5 +112,5 @@ def _name_of(function: Callable[..., Any], name: str) -> str | None:
 
 
 def _describe(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "_init_fn", function)
+    inner = _python(function)
     return f"{inner.__module__}.{inner.__name__}"

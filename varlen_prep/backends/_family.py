@@ -18,20 +18,18 @@ OVERREACH = 512
 """No kernel has a tile of more than 256 keys, so none reads further past the end of a sequence."""
 
 
-def arguments(args: Arguments) -> dict[str, Any]:
-    """The keywords that flash-attn 3 and 4 take under the same names."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
-    return {name: getattr(args, name) for name in names}
+ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+"""What flash-attn 3 and 4 call their arguments after the tensors."""
+
+
+def arguments(args: Arguments) -> tuple[Any, ...]:
+    """The values of `ARGUMENTS`."""
+    return (*args[:4], args.softmax_scale, args.causal)
 
 
 def refuse_head_size(request: Request, most: int = 256) -> list[str]:
     size = max(request.head_dim, request.head_dim_v)
     return [f"head size {size} (at most {most})"] if size > most else []
-
-
-def rows(names: str, *tensors: Tensor) -> dict[str, Tensor]:
-    """Tensors by name ("q k v"), with one head size."""
-    return dict(zip(names.split(), one_size(*tensors), strict=True))
 
 
 def result(out: Tensor, lse: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
@@ -60,7 +58,7 @@ def one_size(*tensors: Tensor, multiple: int = 8) -> list[Tensor]:
     size = -(-max(sizes) // multiple) * multiple
     if min(sizes) < size:
         tensors = tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x if x.stride()[-1] == 1 else x.contiguous() for x in tensors]
 
 
 def cut(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

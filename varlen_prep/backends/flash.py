@@ -14,15 +14,21 @@ import torch
 from torch import Tensor
 
 from . import _fa2, _family, _machine
-from ._calls import call, find
+from ._calls import bind, find
 from ._record import Arguments, Backend
+
+_ARGUMENTS = (
+    "cu_seqlens_q", "cu_seqlens_k", *_fa2.Lengths._fields, "dropout_p", "softmax_scale", "causal",
+)  # fmt: skip
+_FORWARD = ("q", "k", "v", *_ARGUMENTS)
+_BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *_ARGUMENTS)
 
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
     function = find(module(), "_flash_attn_varlen_forward", "flash_attn_interface._flash_attn_varlen_forward")
-    rows = _family.rows("q k v", q, k, v)
-    out, lse, *_ = call(function, {"softcap": (args.softcap, 0.0)}, **rows, **_shared(args))
+    run = bind(function, _FORWARD, (("softcap", args.softcap, 0.0),))
+    out, lse, *_ = run(*_family.one_size(q, k, v), *_arguments(args))
     return _family.result(out, lse, v, args)
 
 
@@ -37,29 +43,17 @@ def backward(
     args: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = find(module(), "_flash_attn_varlen_backward", "flash_attn_interface._flash_attn_varlen_backward")
-    rows = _family.rows("dout q k v out", dout, q, k, v, out)
-    grads = {f"d{name}": torch.empty_like(rows[name]) for name in "qkv"}
-    call(
-        function,
-        {"softcap": (args.softcap, 0.0), "deterministic": (args.deterministic, False)},
-        **rows,
-        **grads,
-        softmax_lse=_family.kernel_lse(lse),
-        alibi_slopes=None,
-        **_shared(args),
-    )
-    return _family.cut(tuple(grads.values()), q, k, v)
+    options = (("softcap", args.softcap, 0.0), ("deterministic", args.deterministic, False))
+    run = bind(function, _BACKWARD, options, ("alibi_slopes",))
+    dout, *rows, out = _family.one_size(dout, q, k, v, out)
+    grads = tuple(map(torch.empty_like, rows))
+    run(dout, *rows, out, _family.kernel_lse(lse), *grads, *_arguments(args))
+    return _family.cut(grads, q, k, v)
 
 
-def _shared(args: Arguments) -> dict[str, Any]:
-    return {
-        "cu_seqlens_q": args.cu_seqlens_q,
-        "cu_seqlens_k": args.cu_seqlens_k,
-        **_fa2.lengths(args)._asdict(),
-        "dropout_p": 0.0,
-        "softmax_scale": args.softmax_scale,
-        "causal": args.causal,
-    }
+def _arguments(args: Arguments) -> tuple[Any, ...]:
+    """The values of `_ARGUMENTS`."""
+    return (args.cu_seqlens_q, args.cu_seqlens_k, *_fa2.lengths(args), 0.0, args.softmax_scale, args.causal)
 
 
 def _module() -> Any:

@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from . import _family, _machine
-from ._calls import call, find, has
+from ._calls import bind, find, has
 from ._record import Arguments, Backend
 
+_FORWARD = ("q", "k", "v", *_family.ARGUMENTS)
 _UNUSED = (
     "k_new", "v_new", "qv", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
     "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
+_BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *_family.ARGUMENTS)
 _UNUSED_BACKWARD = ("seqused_q", "seqused_k", "sequed_q", "sequed_k")  # spelled so in some releases
 
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
     function = find(module(), "_flash_attn_forward", "flash_attn_interface._flash_attn_forward")
-    rows = _family.rows("q k v", q, k, v)
-    out, lse, *_ = call(function, _options(function, args), _UNUSED, **rows, **_family.arguments(args))
+    run = bind(function, _FORWARD, _options(function, args), _UNUSED)
+    out, lse, *_ = run(*_family.one_size(q, k, v), *_family.arguments(args))
     return _family.result(out, lse, v, args)
 
 
@@ -43,27 +45,20 @@ def backward(
     args: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = find(module(), "_flash_attn_backward", "flash_attn_interface._flash_attn_backward")
-    rows = _family.rows("dout q k v out", dout, q, k, v, out)
-    grads = {f"d{name}": torch.empty_like(rows[name]) for name in "qkv"}
-    options = {**_options(function, args), "deterministic": (args.deterministic, False)}
-    call(
-        function,
-        options,
-        _UNUSED_BACKWARD,
-        **rows,
-        **grads,
-        softmax_lse=_family.kernel_lse(lse),
-        **_family.arguments(args),
-    )
-    return _family.cut(tuple(grads.values()), q, k, v)
+    deterministic = ("deterministic", args.deterministic, False)
+    run = bind(function, _BACKWARD, (*_options(function, args), deterministic), _UNUSED_BACKWARD)
+    dout, *rows, out = _family.one_size(dout, q, k, v, out)
+    grads = tuple(map(torch.empty_like, rows))
+    run(dout, *rows, out, _family.kernel_lse(lse), *grads, *_family.arguments(args))
+    return _family.cut(grads, q, k, v)
 
 
-def _options(function: Callable[..., Any], args: Arguments) -> dict[str, tuple[Any, Any]]:
+def _options(function: Callable[..., Any], args: Arguments) -> tuple[tuple[str, Any, Any], ...]:
     left, right = args.window_size_left, args.window_size_right
-    options: dict[str, tuple[Any, Any]] = {"softcap": (args.softcap, 0.0)}
+    softcap = ("softcap", args.softcap, 0.0)
     if has(function, "window_size_left"):
-        return {**options, "window_size_left": (left, -1), "window_size_right": (right, -1)}
-    return {**options, "window_size": ((left, right), (-1, -1))}
+        return softcap, ("window_size_left", left, -1), ("window_size_right", right, -1)
+    return softcap, ("window_size", (left, right), (-1, -1))
 
 
 def _module() -> Any:

@@ -15,23 +15,20 @@ import torch
 from torch import Tensor
 
 from . import _family, _machine
-from ._calls import call, find
+from ._calls import bind, find
 from ._record import Arguments, Backend, Request
+
+_FORWARD = ("q", "k", "v", *_family.ARGUMENTS, "return_lse")
+_BACKWARD = ("dout", "q", "k", "v", "out", "lse", *_family.ARGUMENTS)
 
 
 def forward(module: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """`module` loads the module that holds the kernels."""
     function = find(module(), "flash_attn_varlen_func", "interface.flash_attn_varlen_func")
-    rows = _family.rows("q k v", q, k, v)
-    window = _window(args)
-    # By keyword only: the fourth positional argument is qv. Without gradients lse comes only when asked for.
-    out, lse, *_ = call(
-        function,
-        {"softcap": (args.softcap, 0.0), "window_size": (window, (None, None))},
-        return_lse=True,
-        **rows,
-        **_family.arguments(args),
-    )
+    options = (("softcap", args.softcap, 0.0), ("window_size", _window(args), (None, None)))
+    run = bind(function, _FORWARD, options)
+    # Without gradients lse comes only when asked for.
+    out, lse, *_ = run(*_family.one_size(q, k, v), *_family.arguments(args), True)
     return _family.result(out, lse, v, args)
 
 
@@ -46,15 +43,16 @@ def backward(
     args: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = find(module(), "interface._flash_attn_bwd", "_flash_attn_bwd")
-    rows = _family.rows("dout q k v out", dout, q, k, v, out)
     left, right = _window(args)
-    options = {
-        "softcap": (args.softcap, 0.0),
-        "window_size_left": (left, None),
-        "window_size_right": (right, None),
-        "deterministic": (args.deterministic, False),
-    }
-    dq, dk, dv, *_ = call(function, options, **rows, lse=_family.kernel_lse(lse), **_family.arguments(args))
+    options = (
+        ("softcap", args.softcap, 0.0),
+        ("window_size_left", left, None),
+        ("window_size_right", right, None),
+        ("deterministic", args.deterministic, False),
+    )
+    run = bind(function, _BACKWARD, options)
+    rows = _family.one_size(dout, q, k, v, out)
+    dq, dk, dv, *_ = run(*rows, _family.kernel_lse(lse), *_family.arguments(args))
     return _family.cut((dq, dk, dv), q, k, v)
 
 
